@@ -22,7 +22,7 @@ from kit.trees import (
 
 from benchmarks.common.forests import Tree
 from sglang_pat import _C
-from sglang_pat.planner import Planner, plan
+from sglang_pat.planner import plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
 
 
@@ -83,17 +83,6 @@ def test_seconds_follow_the_machine() -> None:
     assert seconds(hopper=False) < seconds(hopper=False, bytes_per_s=made_for.bytes_per_s / 8)
 
 
-def test_costs_are_set_by_value() -> None:
-    """As the program that fits them does."""
-    planner = Planner(target())
-    before, values = planner.plan([[]], [500]), planner.costs
-    values[_C.COST_NAMES.index("launch_us")] += 1000.0
-    planner.costs = values
-    assert planner.plan([[]], [500]).seconds - before.seconds == pytest.approx(1e-3)
-    with pytest.raises(ValueError, match="2 costs, need"):
-        planner.costs = [1.0, 2.0]
-
-
 def test_branches_of_too_many_segments_are_not_made() -> None:
     """Of a chain of nodes each of which some queries leave. Nodes of queries beyond one branch are
     above it: 200 of these and a branch's own are too many."""
@@ -106,11 +95,3 @@ def test_branches_of_too_many_segments_are_not_made() -> None:
         check_plan(made, batch, made_for, batch.seq_lens)
         assert bool(made.branch_tokens) == bool(segments)
         assert not segments or made.item_segments["num_segments"].tolist() == [segments]
-
-
-def test_groups_of_more_rows_than_a_branch_have_none() -> None:
-    """Branches of 32 rows hold no query of 40."""
-    tree = Tree((1, 8), (64, 32))
-    for cut, has in (("branches", True), ("half_branches", False)):
-        made = plan(tree.paths, tree.seq_lens, target(num_q_heads=320, cuts=(cut,)))
-        assert bool(made.branch_tokens) == has and made.degraded == ""

@@ -128,48 +128,21 @@ def test_degraded_plans_first_do_without_splits_and_then_without_packs() -> None
             assert repr(made).endswith(f"degraded: {made.degraded}>")
 
 
-def test_wide_items_come_first_and_fill_the_machine() -> None:
-    """A wide item takes a whole SM, so that four fifths of the SMs have one, or none at all."""
-    for tree, has in ((Tree((1, 1024), (2048, 32)), True), (Tree((1, 256), (256, 32)), False)):
+def test_items_stand_by_kind_and_each_kind_by_length() -> None:
+    """Wide, heavy and light ones. A wide item takes a whole SM, so that four fifths of the SMs have
+    one, or none at all."""
+    for spec, has_wide in (("1,1024_2048,32", True), ("1,16,32,64_512,96,160,200", False)):
+        tree = Tree.parse(spec)
         made = plan(tree.paths, tree.seq_lens, target(cuts=WITHOUT_BRANCHES))
         tiles, wide = made.items["row_tile"], made.num_wide_items
-        assert wide == (tiles > 64).sum() and (tiles[:wide] == 128).all()
-        assert (wide > 0) == has and (not has or 5 * wide * 8 >= 4 * 132)
-
-
-def test_heavy_items_come_before_light_ones_each_by_length() -> None:
-    batch = Tree((1, 16, 32, 64), (512, 96, 160, 200))
-    made = plan(batch.paths, batch.seq_lens, target(cuts=WITHOUT_BRANCHES))
-    heavy, tiles, segments = made.num_heavy_items, made.items["row_tile"], first_segments(made)
-    assert made.num_wide_items == 0 < heavy < made.num_items
-    assert (tiles[:heavy] == 64).all() and (tiles[heavy:] <= 32).all()
-    lens = np.where(segments["kv_len"] < 0, 200, segments["kv_len"])
-    for kind in (lens[:heavy], lens[heavy:]):
-        assert (kind[1:] <= kind[:-1] * 1.13).all()  # a bucket spans an eighth of an octave
-
-
-def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
-    """And nothing else is to be run. Two halves of an SM work on each item then."""
-    tree = Tree((1, 64), (256, 32))
-    made_for = target(cuts=("branches",))
-    made = plan(tree.paths, tree.seq_lens, made_for)
-    assert made.joint == 1 and made.num_heavy_items == made.num_items == 4
-    assert repr(made).endswith(", joint>")
-    light = plan([*tree.paths, []], [*tree.seq_lens, 700], made_for)
-    assert light.joint == 0 < light.num_heavy_items < light.num_items
-    # Items of 4 packed rows in a tile of 64, which one half runs.
-    few_rows = plan([[]] * 4, [4096] * 4, target(row_tiles=(64,), cuts=()))
-    assert few_rows.num_heavy_items == few_rows.num_items == 4
-    verify = target(num_q_heads=64, draft_tokens=8, cuts=())  # 64 packed rows a request
-    for other in (
-        few_rows,
-        plan(tree.paths, tree.seq_lens, replace(made_for, items_per_sm=1)),
-        plan(tree.paths, tree.seq_lens, replace(made_for, num_sms=31)),  # 4 branches x 8 KV heads
-        plan([[]] * 17, [2048] * 17, verify),
-        plan([], [], target()),
-    ):
-        assert other.joint == 0
-    assert plan([[]] * 16, [2048] * 16, verify).joint == 1
+        heavy = wide + made.num_heavy_items
+        assert (tiles[:wide] == 128).all() and (tiles[wide:heavy] == 64).all()
+        assert (tiles[heavy:] <= 32).all() and heavy < made.num_items
+        assert (wide > 0) == has_wide and (not has_wide or 5 * wide * 8 >= 4 * 132)
+        segments = first_segments(made)
+        lens = np.where(segments["kv_len"] < 0, tree.tokens[-1], segments["kv_len"])
+        for kind in (lens[:wide], lens[wide:heavy], lens[heavy:]):
+            assert (kind[1:] <= kind[:-1] * 1.13).all()  # a bucket spans an eighth of an octave
 
 
 def branched(tree: str, **overrides: Any) -> Plan:
@@ -180,34 +153,47 @@ def branched(tree: str, **overrides: Any) -> Plan:
     return made
 
 
+def test_plans_are_joint_where_each_heavy_item_has_an_sm() -> None:
+    """And nothing else is to be run. Two halves of an SM work on each item then."""
+    made = branched("1,64_256,32")
+    assert made.joint == 1 and made.num_heavy_items == made.num_items == 4
+    assert repr(made).endswith(", joint>")
+    tree = Tree((1, 64), (256, 32))
+    light = plan([*tree.paths, []], [*tree.seq_lens, 700], target(cuts=("branches",)))
+    # Items of 4 packed rows in a tile of 64, which one half runs.
+    few_rows = plan([[]] * 4, [4096] * 4, target(row_tiles=(64,), cuts=()))
+    verify = target(num_q_heads=64, draft_tokens=8, cuts=())  # 64 packed rows a request
+    assert plan([[]] * 16, [2048] * 16, verify).joint == 1
+    for other in (
+        light,
+        few_rows,
+        branched("1,64_256,32", items_per_sm=1),
+        branched("1,64_256,32", num_sms=31),  # 4 branches x 8 KV heads
+        plan([[]] * 17, [2048] * 17, verify),
+        plan([], [], target()),
+    ):
+        assert other.joint == 0
+
+
 def test_neighbours_with_a_long_common_path_are_paired() -> None:
     """Under each of 16 nodes two branches. 8 pairs x 8 KV heads take about half of the SMs: these
     begin with the common tokens, the next ones with their own. Of three branches a node one has a
-    partner under the next node, with which it shares the root alone; of an odd number one has
-    none."""
+    partner under the next node, with which it shares the root alone; of an odd number one has none.
+    None are paired that have few common tokens or other roots, that are too few for the SMs or
+    stand beside many other tokens, which would run after them, or where an SM has no halves."""
     made = branched("1,4,16,512_1024,256,128,32")
     assert common_tiles(made) == [22] * 8 + [-22] * 8
     assert "1408 tokens with item 1" in str(made) and "1408 tokens with item 0" in str(made)
-    three = branched("1,10,480_512,256,32")
-    assert sorted(map(abs, common_tiles(three))) == [8] * 5 + [12] * 10
     odd = branched("1,11,528_512,256,32")
     assert sorted(map(abs, common_tiles(odd))) == [8] * 5 + [12] * 11 and odd.num_items == 33
-
-
-def test_what_is_not_paired() -> None:
-    """Branches with few common tokens or other roots, too few for the SMs, halves that there are
-    not, and those beside many other tokens, which would run after them."""
-    assert branched("1,512_1024,32").num_paired_items == 32
-    few = branched("1,256_1024,32")  # 16 branches x 8 KV heads, for 132 SMs
-    assert few.joint == 1
     tree = Tree.parse("1,512_1024,32")
     paths, lens = [*tree.paths, *([] for _ in range(90))], [*tree.seq_lens, *[1000] * 90]
     for other in (
-        few,
+        plan(paths, lens, target(cuts=("branches",))),
+        branched("1,256_1024,32"),  # 16 branches x 8 KV heads, for 132 SMs
         branched("1,512_64,32"),
         branched("32,512_1024,64"),
         branched("1,512_1024,32", items_per_sm=1),
-        plan(paths, lens, target(cuts=("branches",))),
     ):
         assert other.num_paired_items == 0
 
