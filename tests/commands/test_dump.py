@@ -30,41 +30,30 @@ def batch(spec: str = DEFAULT_TREE) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("at", "line", "said"),
     [
-        ("{", "is not JSON"),
-        ("[]", "must be an object"),
-        ('{"paths": [[]]}', "must have a path and a length"),
-        ('{"paths": [[]], "seq_lens": [3, 4]}', "must have"),
-        ('{"paths": [], "seq_lens": []}', "must have"),
-        ('{"paths": [[[1, 0]]], "seq_lens": [3]}', "must have"),
-        ('{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "must have"),
+        (3, "{", "line 3 is not JSON"),
+        (3, "[]", "line 3 must be an object"),
+        (3, '{"paths": [[]]}', "line 3 must have a path and a length"),
+        (3, '{"paths": [[]], "seq_lens": [3, 4]}', "line 3 must have"),
+        (3, '{"paths": [], "seq_lens": []}', "line 3 must have"),
+        (3, '{"paths": [[[1, 0, -1]]], "seq_lens": [3]}', "line 3 must have"),
+        (1, '{"sglang_pat_dump": 2}', "is no dump of version 1"),
     ],
 )
-def test_a_broken_line_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_a_broken_line_is_named(at: int, line: str, said: str, tmp_path: Path) -> None:
     file = written(tmp_path / "dump", batch())
     lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines[:2], line, *lines[2:]]))
-    with pytest.raises(ValueError, match=f"line 3 {said}"):
+    file.write_text("\n".join([*lines[: at - 1], line, *lines[at - 1 :]]))
+    with pytest.raises(ValueError, match=said):
         read_dump(file)
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
-    for first in ("", json.dumps({"sglang_pat_dump": 2})):
-        (tmp_path / "dump").write_text(first)
-        with pytest.raises(ValueError, match="is no dump of version 1"):
-            read_dump(tmp_path / "dump")
-
-
 def test_ids_of_the_compiled_tree_core_have_64_bits(tmp_path: Path) -> None:
-    large = 2**62 + 1
-    paths = {"paths": [[[large, 0, 800]]] * 2, "seq_lens": [801] * 2}
-    file = written(tmp_path / "dump", batch(), paths)
-    dump = read_dump(file)
-    assert len(dump.batches) == 2
-    found = dump.batches[1]
-    assert found.paths[0] == [(large, 0, 800)]
-    assert plan(found.paths, found.seq_lens, TARGET).num_shared_items > 0
+    paths = [[(2**62 + 1, 0, 800)]] * 2
+    dump = read_dump(written(tmp_path / "dump", batch(), {"paths": paths, "seq_lens": [801] * 2}))
+    assert [each.number for each in dump.batches] == [1, 2] and dump.batches[1].paths == paths
+    assert plan(paths, [801] * 2, dump.target).num_shared_items > 0
 
 
 def test_explain_draws_a_dumped_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,14 +59,9 @@ def test_branches(batch: Batch, cut: str, group: int) -> None:
 
 @pytest.mark.parametrize(("cut", "parts"), [("sm_parts", 132), ("half_parts", 264)])
 def test_parts_fill_the_machine(cut: str, parts: int) -> None:
-    """One long request, and many of a trace: work units of about one length for each SM, or half,
-    beside shorter ones."""
-    rng = np.random.default_rng(0)
+    """Work units of about one length for each SM, or half."""
     made = plan([[]], [131072], target(cuts=(cut,)))
     assert 0.9 * parts < made.num_items * 8 <= parts
-    lens = rng.integers(4000, 16_000, 16).tolist()
-    made = plan([[]] * 16, lens, target(cuts=(cut,)))
-    assert 0.75 * parts < made.num_items * 8 < 1.5 * parts
 
 
 def test_seconds_follow_the_machine() -> None:

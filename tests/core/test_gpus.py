@@ -47,36 +47,29 @@ def test_plans_can_be_made_for_every_gpu_that_has_a_name() -> None:
         assert gpus.machine_of(name) is gpus.GPUS["rtx4090"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "code"),
-    [
-        ((7, 5), ""),
-        ((8, 0), "sm_80"),
-        ((8, 6), "sm_80"),
-        ((8, 9), "sm_80"),
-        ((9, 0), "sm_90a"),
-        ((9, 1), ""),
-        ((10, 0), "sm_100"),
-        ((10, 3), "sm_100"),
-        ((11, 0), "compute_100"),
-        ((12, 0), "sm_120"),
-        ((12, 1), "sm_120"),
-        ((13, 0), "compute_100"),
-    ],
-)
-def test_what_a_gpu_runs(
-    capability: tuple[int, int], code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CODE = {
+    "": ((7, 5), (9, 1)),
+    "sm_80": ((8, 0), (8, 6), (8, 9)),
+    "sm_90a": ((9, 0),),
+    "sm_100": ((10, 0), (10, 3)),
+    "sm_120": ((12, 0), (12, 1)),
+    "compute_100": ((11, 0), (13, 0)),
+}
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_what_a_gpu_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_100"))
-    assert gpus.code_for(capability) == code
-    words = gpus.untried(capability)
-    assert (words == "") == (code in ("", "sm_90a"))
-    assert ("from PTX" in words) == code.startswith("compute")
+    for capability in CODE[code]:
+        assert gpus.code_for(capability) == code
+        words = gpus.untried(capability)
+        assert (words == "") == (code in ("", "sm_90a"))
+        assert ("from PTX" in words) == code.startswith("compute")
     assert "PAT_ARCHS" not in gpus.built_for()
     monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a"))
     assert gpus.built_for() == "8.x, 9.0 (with PAT_ARCHS=all for later ones too)"
     monkeypatch.setattr(_C, "CUDA_CODE", ())
-    assert gpus.code_for(capability) == gpus.untried(capability) == gpus.built_for() == ""
+    assert gpus.code_for((9, 0)) == gpus.untried((9, 0)) == gpus.built_for() == ""
 
 
 @needs_cuda
@@ -106,15 +99,8 @@ def test_what_a_backend_and_the_doctor_say_of_a_gpu(
     monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a", "sm_100", "sm_120"))
     found = {"ok": not error, "arch": arch, "error": error}
     monkeypatch.setattr(_C, "cuda_probe", lambda n: {**found, "device": n}, raising=False)
-
-    def refused() -> list[str]:
-        server = support.Server(None, None, "cuda", support.reason_against_gpu())
-        return [str(reason) for reason in support.reasons_of(support.MACHINE, server)]
-
-    finding = doctor._platform()
+    finding, refused = doctor._platform(), support.reason_against_gpu()
     assert finding.status == status and said in finding.found
-    assert len(refused()) == bool(error)
-    if error:
-        assert said in refused()[0] and refused()[0].endswith("another --attention-backend")
+    assert bool(refused) == bool(error) and (not error or said in refused)
     monkeypatch.delattr(_C, "cuda_probe")  # as in a build without kernels
-    assert "PAT_CUDA=OFF" in refused()[0]
+    assert "PAT_CUDA=OFF" in support.reason_against_gpu()

@@ -32,10 +32,22 @@ def test_bad_input_is_named(paths, lens, message) -> None:
         plan(paths, lens, target(max_queries=4))
 
 
+class Short:
+    """Paths that are fewer than they say."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, query: int) -> list[tuple[int, int, int]]:
+        return [[(1, 0, 5)]][query]
+
+
 def test_elements_of_another_form_are_refused() -> None:
     for path in ([(1, 0)], [1, 2, 3], [("a", 0, 5)], 7, [(1, 0.5, 5)]):
         with pytest.raises(TypeError):
             plan([path], [10], target())
+    with pytest.raises(ValueError, match=r"paths of 1 queries.*3 sequence lengths"):
+        plan(Short(), [9, 9, 9], target())
 
 
 @pytest.mark.parametrize(
@@ -56,7 +68,6 @@ def test_elements_of_another_form_are_refused() -> None:
         ({"draft_tokens": 0}, "draft_tokens is 0, must be from 1 to 32767"),
         ({"draft_tokens": 33}, "fewer than the 132 of one query: a GQA group of 4 .* tokens, 33"),
         ({"max_segments": -1}, "max_segments is -1"),
-        ({"max_branch_tokens": -1}, "max_branch_tokens is -1"),
     ],
 )
 def test_targets_are_checked(overrides, message) -> None:
@@ -64,25 +75,19 @@ def test_targets_are_checked(overrides, message) -> None:
         target(**overrides)
 
 
-def test_clipped_paths_share_what_both_have() -> None:
+def test_clipped_paths_share_what_both_have_also_with_other_lengths() -> None:
     # Query 2 is protected to token 30 of node 1: it shares these and keeps the rest private.
     planner = Planner(target())
     paths = [[(1, 0, 80)], [(1, 0, 80)], [(1, 0, 30)]]
     planner.plan(paths, [90] * 3)
     assert planner.last_paths() == paths
     assert planner.last_tree() == ([(-1, 0, 30, 3), (0, 30, 80, 2)], [1, 1, 0])
-
-
-def test_planning_again_with_other_lengths() -> None:
-    planner = Planner(target())
-    paths = [[(1, 0, 80)], [(1, 0, 80)], None]
-    planner.plan(paths, [90, 95, 10])
     again, fresh = planner.plan_again([500, 600, 700]), plan(paths, [500, 600, 700], target())
     assert again.items.tobytes() == fresh.items.tobytes()
     with pytest.raises(ValueError, match="2 sequence lengths for the paths of 3 queries"):
         planner.plan_again([90, 95])
     with pytest.raises(ValueError, match="query 1: node 1 ends at 80 beyond its sequence of 79"):
-        planner.plan_again([90, 79, 10])
+        planner.plan_again([90, 79, 90])
 
 
 def test_draft_tokens_that_do_not_fit() -> None:
@@ -92,15 +97,3 @@ def test_draft_tokens_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="sequence of 3 tokens does not hold the 4 draft tokens"):
         plan([[]], [3], made_for)
     assert plan([[]], [0], made_for).num_items == 0
-
-
-def test_paths_that_are_fewer_than_they_say_are_refused() -> None:
-    class Short:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, query: int) -> list[tuple[int, int, int]]:
-            return [[(1, 0, 5)]][query]
-
-    with pytest.raises(ValueError, match=r"paths of 1 queries.*3 sequence lengths"):
-        plan(Short(), [9, 9, 9], target(max_queries=4))

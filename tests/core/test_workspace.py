@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +15,6 @@ from kit.trees import target
 
 from sglang_pat import _C
 from sglang_pat.workspace import Workspace
-
-meta = methodcaller("to", "meta")  # the only other device that every machine has
 
 
 def test_no_workspace_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +67,7 @@ def batch(num_rows: int, **changes: Callable[[Any], Any]) -> dict[str, torch.Ten
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        *((name, meta, f"{name} is on meta, the workspace on cpu") for name in batch(1)),
+        ("rows", lambda t: t.to("meta"), "rows is on meta, the workspace on cpu"),
         ("req_to_token", lambda t: t[0], "strides (1,), must have 2 dimensions"),
         ("req_to_token", lambda t: t[:, ::2], "(6, 28) and strides (55, 2), must have 2"),
         ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
@@ -88,16 +85,17 @@ def test_wrong_batches_of_a_workspace(
         workspace_of().check_batch(**batch(3, **{name: change}))
 
 
-@pytest.mark.parametrize(("planned", "num_rows"), [(2, 1), (2, 5), (None, 5)])
-def test_batches_of_a_wrong_size(planned: int | None, num_rows: int) -> None:
+def test_batches_of_a_wrong_size() -> None:
     """Smaller than the plan or larger than the buffers; between them there are those that fit, also
     in a table cut to one token, whose stride nothing takes."""
-    for fitting in (2, 4) if planned else (0, 4):
-        given = batch(fitting, req_to_token=lambda t: t[:, ::55])
-        assert workspace_of(planned).check_batch(**given) == fitting
-    message = f"{num_rows}: the loaded plan has {planned or 0} queries and the workspace room for 4"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        workspace_of(planned).check_batch(**batch(num_rows))
+    for planned, fitting, wrong in ((2, (2, 4), (1, 5)), (None, (0, 4), (5,))):
+        for rows in fitting:
+            given = batch(rows, req_to_token=lambda t: t[:, ::55])
+            assert workspace_of(planned).check_batch(**given) == rows
+        for rows in wrong:
+            said = f"{rows}: the loaded plan has {planned or 0} queries and the workspace room"
+            with pytest.raises(ValueError, match=said):
+                workspace_of(planned).check_batch(**batch(rows))
 
 
 def test_a_list_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
