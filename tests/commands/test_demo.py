@@ -45,22 +45,18 @@ def test_the_demo_shows_the_same_answers_and_packs(
     mine, _, others = rest.partition("torch_native answers:")
     assert others.endswith("PASSED\n") and "not served" not in others
 
-    said = {
-        number: " ".join(re.findall(rf"^  {number} {name} +(.*)$", mine, re.M))
-        for number, (name, _, _) in enumerate(CUSTOMERS)
-    }
     # Sentences about the shop: most of their words are those of the prompts.
     prompts = {
         word for talk in conversations() for each in talk for word in _words(each["content"])
     }
-    for answer in said.values():
+    for number, (name, _, _) in enumerate(CUSTOMERS):
+        answer = " ".join(re.findall(rf"^  {number} {name} +(.*)$", mine, re.M))
         known = [word in prompts for word in _words(answer)]
         assert len(known) > 5 and sum(known) > 0.6 * len(known), answer
     counts = [int(n) for n in re.findall(r"^  \d \w+ +the same (\d+) tokens$", others, re.M)]
     assert len(counts) == len(CUSTOMERS) and max(counts) <= run.ANSWER
     total = sum(counts)
     assert f"equal to torch_native: {total} of {total}, in 8 of 8 answers all" in others
-
     pattern = r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused"
     ((packed, steps, made, reused),) = [map(int, each) for each in re.findall(pattern, others)]
     # The first token of an answer comes from the prefill.
@@ -68,7 +64,6 @@ def test_the_demo_shows_the_same_answers_and_packs(
     (read,) = re.findall(r"read per decode step +([\d,.]+) +([\d,.]+)", others)
     unpacked, packed_reads = (float(number.replace(",", "")) for number in read)
     assert 3 * packed_reads < unpacked
-    assert f"saved: {1 - packed_reads / unpacked:.0%}" in others
 
     # The tree that was drawn before is the one that the server found in its cache.
     dump = read_dump(file)
@@ -144,14 +139,12 @@ sglang_pat_fallbacks_total{reason="a layer with, \\"quotes\\"",tp_rank="0"} 1.0
 
 
 def test_counters_of_all_replicas_and_of_a_span_of_time() -> None:
-    reason = 'a layer with, "quotes"'
-    assert parse_counters(METRICS) == Counters(
-        decode_steps=5, plan_seconds=0.25, base_forwards={"extend": 3}, fallbacks={reason: 1}
-    )
-    before = Counters(decode_steps=2, base_forwards={"extend": 2}, fallbacks={"old": 1})
-    after = Counters(decode_steps=7, base_forwards={"extend": 3}, fallbacks={"old": 1, "new": 4})
-    expected = Counters(decode_steps=5, base_forwards={"extend": 1}, fallbacks={"new": 4})
-    assert after - before == expected
+    read = parse_counters(METRICS)
+    given = {"decode_steps": 5, "plan_seconds": 0.25, "base_forwards": {"extend": 3}}
+    assert read == Counters(**given, fallbacks={'a layer with, "quotes"': 1})
+    before = Counters(decode_steps=2, base_forwards={"extend": 2}, fallbacks=read.fallbacks)
+    expected = Counters(decode_steps=3, plan_seconds=0.25, base_forwards={"extend": 1})
+    assert read - before == expected
 
 
 def test_equal_parameters_give_equal_files_and_others_replace_them(tmp_path: Path) -> None:
@@ -161,8 +154,7 @@ def test_equal_parameters_give_equal_files_and_others_replace_them(tmp_path: Pat
     kept.write_text("{}")
     for change in ({"seed": 1}, {"dtype": "bfloat16"}):
         make_model(tmp_path / "a", **SMALL | change)
-        assert weights[0].read_bytes() != weights[1].read_bytes()
-    assert kept.read_text() == "{}"
+        assert weights[0].read_bytes() != weights[1].read_bytes() and kept.read_text() == "{}"
     for wrong in ({"q_heads": 3}, {"head_dim": 33}):
         with pytest.raises(ValueError, match=str(*wrong.values())):
             make_model(tmp_path / "c", **SMALL | wrong)

@@ -63,39 +63,19 @@ def test_a_good_environment(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "flags", "policy", "said", "ends"),
-    [
-        (
-            kit_models.GEMMA2,
-            ("--gpu", "H100", "--max-running-requests", "64"),
-            "default",
-            [("layers of pat ", "2 (1, 3)"), ("layers of SGLang ", "2 (0, 2): a sliding window")],
-            "served in part",
-        ),
-        (kit_models.DEEPSEEK, (), "default", [("refused ", "uses MLA")], "refused"),
-        # A wrong option of a served model, which is not judged then.
-        (kit_models.LLAMA, (), "clever", [("settings ", "POLICY=clever")], "1 to repair"),
-    ],
-    ids=["part", "refused", "option"],
-)
-def test_a_model_and_flags_are_judged_without_weights(
-    config: dict[str, Any],
-    flags: tuple[str, ...],
-    policy: str,
-    said: list[tuple[str, str]],
-    ends: str,
-    tmp_path: Path,
-) -> None:
-    model = str(kit_models.write_config(tmp_path / "model", config))
-    run = _run(tmp_path, "--model", model, *flags, fork=True, SGLANG_PAT_POLICY=policy)
-    assert run.returncode == (ends != "served in part"), run.stdout + run.stderr
-    assert run.stdout.endswith(f"\n{ends}.\n")
-    _says(run, *said)
-    assert ("BLOCK" in run.stdout) == (policy == "clever")
-    # The server asked about has a GPU; and where something is to repair, no model is judged.
-    assert "--device cpu" not in run.stdout or not flags
-    assert "layers" not in run.stdout or policy == "default"
+def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
+    """A served model's server asked about has a GPU."""
+    served = str(kit_models.write_config(tmp_path / "served", kit_models.GEMMA2))
+    flags = ("--gpu", "H100", "--max-running-requests", "64")
+    run = _run(tmp_path, "--model", served, *flags, fork=True)
+    assert run.returncode == 0 and "--device cpu" not in run.stdout, run.stdout + run.stderr
+    assert run.stdout.endswith("\nserved in part.\n")
+    layers = ("layers of SGLang ", "2 (0, 2): a sliding window")
+    _says(run, ("layers of pat ", "2 (1, 3)"), layers)
+    refused = str(kit_models.write_config(tmp_path / "refused", kit_models.DEEPSEEK))
+    run = _run(tmp_path, "--model", refused, fork=True)
+    assert run.returncode == 1 and run.stdout.endswith("\nrefused.\n"), run.stdout + run.stderr
+    _says(run, ("refused ", "uses MLA"))
 
 
 @pytest.mark.parametrize(
@@ -117,11 +97,12 @@ def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
     assert said in capsys.readouterr().err
 
 
-def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
+def test_everything_wrong_at_once_is_all_named_and_no_model_is_judged(tmp_path: Path) -> None:
     graph = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
-    run = _run(tmp_path, fork=True, **wrong)
-    assert run.returncode == 1, run.stdout + run.stderr
+    model = str(kit_models.write_config(tmp_path / "model", kit_models.LLAMA))
+    run = _run(tmp_path, "--model", model, fork=True, **wrong)
+    assert run.returncode == 1 and "layers" not in run.stdout, run.stdout + run.stderr
     blocking = dict(re.findall(r"^BLOCK +(\S+) +(.*)$", run.stdout, re.M))
     assert blocking.keys() == {"settings", "SGLANG_PLUGINS", graph, "registration", "interface"}
     assert "-> add pat to it: SGLANG_PLUGINS=other,pat\n" in run.stdout
