@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel benchmark: what is run and left out, its arithmetic, and runs from arguments to JSON
-with GPU and peers replaced."""
+"""The kernel benchmark: its batches, what is run and left out, its arithmetic, runs from arguments
+to JSON with GPU and peers replaced, and the fit of the judge's costs."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -11,16 +12,51 @@ from typing import Any
 
 import pytest
 import torch
-from kit.bench import RATES, chain_batch, replace_device, row
+from kit.bench import RATES, CpuClock, chain_batch, replace_device, row
 
-from benchmarks.common.forests import PAPER_TREES, Tree
+from benchmarks.common.forests import GENERATOR, PAPER_TREES, Forest, Tree, all_forests, forest
 from benchmarks.kernel import __main__ as kernel
+from benchmarks.kernel import fit
 from benchmarks.kernel.cases import Work, asked
 from benchmarks.kernel.floor import Heads, floor_us, flops, least_bytes
-from benchmarks.kernel.layer import PatOptions, error_of
+from benchmarks.kernel.kv import slot_table
+from benchmarks.kernel.layer import E4M3, PatOptions, error_of
 from benchmarks.kernel.report import TreeRow, complaints, summary
 from sglang_pat.gpus import GPUS
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES
+
+ALL = all_forests()
+
+
+def test_a_generator_draws_the_same_batches_for_ever() -> None:
+    """A change of what is drawn needs another name of the generator, and then a digest here."""
+    drawn = json.dumps([(each.name, each.paths, each.seq_lens) for each in ALL])
+    digest = hashlib.sha256(drawn.encode()).hexdigest()[:16]
+    assert (GENERATOR, digest) == ("ragged-1", "6a2778d92c19f961")
+    assert len({each.name for each in ALL}) == len(ALL) == 6 * 5 + 8 * 3
+
+
+def test_slots_are_shared_where_nodes_are() -> None:
+    """Also where a query shares the first tokens of a node only, as in a server's batches."""
+    paths = [[(5, 0, 30), (6, 30, 50)], [(5, 0, 30), (6, 30, 41)], [(5, 0, 12)], []]
+    small = Forest("small", paths, [60, 41, 20, 9])
+    assert small.unique_tokens == 50 + 10 + 0 + 8 + 9
+    for batch in (small, next(each for each in ALL if each.name == "zipf-4")):
+        for permuted in (False, True):
+            table, seq_lens = slot_table(batch, permuted=permuted)
+            held = torch.arange(table.shape[1]) < seq_lens[:, None]
+            used = table[1:][held].tolist()
+            assert set(used) == set(range(1, batch.unique_tokens + 1)), "slot 0 is nobody's"
+            assert not table[0].any() and len(used) == sum(batch.seq_lens)
+            for query, path in enumerate(batch.paths, 1):
+                first = next(i for i, other in enumerate(batch.paths, 1) if other[:1] == path[:1])
+                end = path[0][2] if path else 0
+                assert torch.equal(table[query, :end], table[first, :end])
+    table, _ = slot_table(small, permuted=False)
+    assert torch.equal(table[1, :41], table[2, :41]) and torch.equal(table[1, :12], table[3, :12])
+    assert table[1, :50].tolist() == list(range(1, 51))
+    assert (slot_table(small, permuted=True)[0][1, :30].diff() != 1).any()
+
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -212,3 +248,61 @@ def test_what_fails_is_left_out_and_what_is_wrong_is_named(
     assert drafted.startswith("1,6_40,9-4/2/64 x 10: ") and "the 10 draft tokens" in drafted
     assert kernel.main([*arguments, "--budget-s", "0"]) == 0
     assert "left out: 1,6_40,9-4/2/64: the time is up" in capsys.readouterr().out
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_times_go_on_where_a_file_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cut that gives a plan of its own is run, in verify steps and with K/V in 8 bits, too."""
+    replace_device(monkeypatch, fit)
+    monkeypatch.setattr(fit, "Clock", CpuClock)
+    settings = (PatOptions(), PatOptions(kv_dtype=E4M3), PatOptions(draft_tokens=4))
+    monkeypatch.setattr(fit, "SETTINGS", [(Heads(4, 2, 64), each) for each in settings])
+    monkeypatch.setattr(fit, "batches", lambda: (Tree((1, 4, 12), (300, 70, 9)), Tree((3,), (3,))))
+    file = tmp_path / "times"
+    assert fit.main(["time", str(file), "--budget-s", "0"]) == 0
+    assert "0 of 5 batches are timed" in capsys.readouterr().out
+    assert fit.main(["time", str(file)]) == 0
+    rows = rows_of(file)
+    assert [row["batch"] for row in rows] == ["1,4,12_300,70,9", "3_3"] * 2 + ["1,4,12_300,70,9"]
+    assert all(row["us"] for row in rows) and len(rows[0]["us"]) > 1
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert fit.main(["time", str(file)]) == 0
+    assert rows_of(file) == rows
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    assert fit.main(["costs", str(file)]) == 2
+    assert "has times of none, here is another" in capsys.readouterr().err
+
+
+def test_costs_are_found_from_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made-up times are those that the judge expects with an item's begin three times as long."""
+    trees = [*PAPER_TREES[:6], forest("uniform", 0), forest("zipf", 1)]
+    cases = [(Heads(32, 8), PatOptions(), tree) for tree in trees]
+    monkeypatch.setattr(fit, "cases", lambda: iter(cases))
+    monkeypatch.setattr(fit, "LEAST_STEP", 0.1)
+    file = tmp_path / "times"
+    with file.open("w") as out:
+        for heads, settings, tree in cases:
+            us = {}
+            for cut, planner in fit.plans(heads, settings, tree).items():
+                planner.costs = [cost * (1 + 2 * (i == 0)) for i, cost in enumerate(planner.costs)]
+                us[cut] = 1e6 * planner.plan_again(tree.seq_lens).seconds
+            row = {"device": fit.device_name(), "batch": str(tree), "heads": str(heads)}
+            out.write(json.dumps(row | {"noise": 0.01, "us": us}) + "\n")
+    found = fit.Fit(rows_of(file))
+    before = fit.Planner(PatOptions().target(trees[0], Heads(32, 8))).costs
+    truth = [3 * before[0], *before[1:]]
+    assert found.regret(truth) == pytest.approx(1.0)
+    assert found.loss(found.improved(list(before))) < found.loss(before)
+    assert fit.main(["costs", str(file)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 + len(before)
+    file.write_text(file.read_text().replace("1,10_4096,416", "2,10_4096,416"))
+    assert fit.main(["costs", str(file)]) == 2
+    assert "time all anew" in capsys.readouterr().err

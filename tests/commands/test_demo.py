@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sglang-pat demo``: two real servers, its judgement, its models, and how counters are read."""
+"""``sglang-pat demo``: two real servers, its judgement, its models, how counters are read, and the
+ports of its servers."""
 
 from __future__ import annotations
 
+import random
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -16,7 +22,7 @@ from sglang_pat.demo.counters import Counters, parse_counters
 from sglang_pat.demo.desk import CUSTOMERS, RULES, conversations
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.run import Run, report, tree_of_words
-from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.demo.server import Server, ServerError, reserve_port
 from sglang_pat.demo.standin import demo_model
 from sglang_pat.dump import read_dump
 
@@ -159,3 +165,43 @@ def test_equal_parameters_give_equal_files_and_others_replace_them(tmp_path: Pat
         with pytest.raises(ValueError, match=str(*wrong.values())):
             make_model(tmp_path / "c", **SMALL | wrong)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_server_may_listen_on_a_port_that_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again to another process, nor while another server listens on it."""
+    port = reserve_port()
+    code = (
+        "import random; from sglang_pat.demo.server import reserve_port\n"
+        f"random.sample = lambda population, k: [{port}]\n"
+        "reserve_port()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert ended.returncode == 1 and "end servers, and try again" in ended.stderr
+    with socket.create_server(("127.0.0.1", port)) as server:  # sets SO_REUSEADDR
+        socket.create_connection(server.getsockname(), timeout=5).close()
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            taken = [port, stranger.getsockname()[1]]
+            monkeypatch.setattr(random, "sample", lambda population, k: taken)
+            with pytest.raises(OSError, match="all in use"):
+                reserve_port()
+
+
+def test_the_slower_of_two_processes_takes_the_others_folder(
+    tmp_path: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That answers: tests/commands/test_examples.py."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, convert = tmp_path / "sglang_pat" / smollm2_folder.name, smollm2._convert
+
+    def overtaken(source: Path, made: Path) -> None:
+        convert(source, made)
+        copytree(made, folder)
+
+    monkeypatch.setattr(smollm2, "_convert", overtaken)
+    assert smollm2.model_folder() == smollm2.model_folder() == folder  # once it is there
+    assert [*folder.parent.iterdir()] == [folder]  # nothing half made stays
+    made, known = (
+        {file.name: file.stat().st_size for file in each.iterdir()}
+        for each in (folder, smollm2_folder)
+    )
+    assert made == known

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import Target, cli, plan
 from sglang_pat.demo.standin import make_tokenizer

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from kit import forks
-from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import cli
 from sglang_pat.demo.server import Server

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``decode`` refuses what does not fit, with what was given and what fits; what a GPU is needed for
-is in tests/gpu/test_errors.py."""
+"""``decode``, ``check_slots`` and ``masks_of`` refuse what does not fit, saying what was given and
+what fits; what a GPU is needed for is in tests/gpu/test_errors.py."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 from kit.cases import Case, case
-from kit.drafts import drafted
+from kit.drafts import custom_mask, drafted
 from kit.pieces import Piece, shared
 
-from sglang_pat import _C
-from sglang_pat.ops import check_cuda, check_kv, decode
+from benchmarks.common.forests import Tree
+from benchmarks.kernel.floor import Heads
+from benchmarks.kernel.kv import make_batch
+from sglang_pat import _C, Plan, SlotMismatch, Target, check_slots, decode, plan
+from sglang_pat.draft_masks import masks_of
+from sglang_pat.ops import check_cuda, check_kv
 
 # A prefix of 40 tokens and three tails of 10: 70 slots and 50 that nobody owns, a table [6, 55].
 PIECES = [Piece((0, 1, 2), 0, 40), *(Piece((i,), 40, 10) for i in range(3))]
@@ -178,3 +182,95 @@ def test_what_cuda_kernels_do_not_have(changes: dict[str, Any], message: str) ->
         return
     with pytest.raises(ValueError, match=re.escape(message)):
         check_cuda(q, k, v, torch.zeros_like(q), 1, factors)
+
+
+TREE = Tree((1, 2, 6), (300, 200, 40))
+SHAPE = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+TARGETS = {
+    "packs": Target.cpu(threads=2, max_queries=8, **SHAPE),
+    "branches": Target.h200(max_queries=8, cuts=("branches",), **SHAPE),
+}
+PLANS = {name: plan(TREE.paths, TREE.seq_lens, target) for name, target in TARGETS.items()}
+BATCH = make_batch(TREE, Heads(*SHAPE.values()), True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("made", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(("query", "token"), [(1, 0), (4, 299), (2, 300), (5, 499)])
+def test_a_wrong_slot_is_named(made: Plan, query: int, token: int) -> None:
+    """Padding is not read, and tokens of one query are its own."""
+    table, row = BATCH.req_to_token.clone(), int(BATCH.rows[query])
+    table[BATCH.rows[3], 510] += 1
+    check_slots(made, table, torch.cat([BATCH.rows, torch.tensor([-1, 99])]))
+    right = int(table[row, token])
+    table[row, token] = right + 1
+    with pytest.raises(SlotMismatch, match=rf"at token {token}, .*req_to_token") as raised:
+        check_slots(made, table, BATCH.rows)
+    assert f"query {query} " in str(raised.value)
+    assert re.search(rf"slot {right}\b", str(raised.value))
+
+
+def test_decode_checks_when_asked() -> None:
+    """Without the check the output is wrong without a word; with it nothing is written."""
+    table = BATCH.req_to_token.clone()
+    table[BATCH.rows[1], :300] = torch.randperm(len(BATCH.k_cache))[:300].to(torch.int32)
+    inputs = replace(BATCH, req_to_token=table).inputs
+    right = decode(*BATCH.inputs, PLANS["packs"], scale=0.125, check=True)
+    assert torch.equal(decode(*inputs, PLANS["packs"], scale=0.125), right)
+    out = torch.full_like(right, float("nan"))
+    with pytest.raises(ValueError, match=r"query 1 (of its pack|holds)"):
+        decode(*inputs, PLANS["packs"], scale=0.125, out=out, check=True)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("table", "rows", "message"),
+    [
+        ([[0]], torch.arange(6), "req_to_token is of type list, must be a torch.Tensor"),
+        (torch.zeros(540), torch.arange(6), "req_to_token has shape (540,), must have 2 dim"),
+        (torch.zeros(6, 540), torch.zeros(6), "rows is torch.float32, must be an integer type"),
+        (torch.zeros(6, 540), torch.arange(5), "the plan is for 6 queries, rows has 5"),
+        (torch.zeros(6, 540), torch.arange(6) + 1, "query 5: row 6 is not one of the table's 6"),
+        (torch.zeros(6, 499), torch.arange(6), "req_to_token has 499 a row"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(table: Any, rows: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_slots(PLANS["packs"], table, rows)
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 33, 64])
+def test_masks_of_cells(draft_tokens: int) -> None:
+    """With and without those before the drafts, and where there are more cells than needed."""
+    masks = torch.randint(-(2**63), 2**63 - 1, (5, draft_tokens))
+    if draft_tokens < 64:
+        masks &= (1 << draft_tokens) - 1
+    lens = torch.tensor([5, 0, 130, 1, 64])
+    alone, whole = custom_mask(masks), custom_mask(masks, lens)
+    assert torch.equal(masks_of(alone, lens, draft_tokens, with_prefix=False), masks)
+    for given in (whole, whole * torch.tensor(255).byte(), torch.cat([whole, whole[:9]])):
+        found = masks_of(given, lens.int(), draft_tokens, with_prefix=True)
+        assert torch.equal(found, masks)
+
+
+def test_rows_of_padding_have_no_cells() -> None:
+    """SGLang's masks end with the last request, its lengths with a one for each row of padding. An
+    idle rank's have no cells at all."""
+    lens = torch.tensor([4, 1, 1])
+    given = custom_mask(torch.tensor([[1, 2, 4]]), lens[:1])
+    masks = masks_of(given, lens, 3, with_prefix=True)
+    assert masks.tolist() == [[1, 2, 4], [0, 0, 0], [0, 0, 0]]
+    assert not masks_of(given[:0], lens, 3, with_prefix=False).any()
+
+
+def test_cells_that_are_refused() -> None:
+    cells, lens = torch.ones(18, dtype=torch.bool), torch.tensor([5, 2])
+    for given, of, why in (
+        (cells[1:], lens, "2 requests' 3 draft tokens has 17 cells, must have 18"),
+        (cells[::2], lens, "custom_mask is torch.bool .9,. with strides .2,., must be flat"),
+        (cells.view(2, 9), lens, "custom_mask is torch.bool .2, 9. with"),
+        (cells.long(), lens, "torch.int64 .* must be flat, contiguous and torch.bool or torch.ui"),
+        (cells, lens.float(), "seq_lens is torch.float32"),
+        (cells, lens.to("meta"), "custom_mask is on cpu, seq_lens on meta"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            masks_of(given, of, 3, with_prefix=False)

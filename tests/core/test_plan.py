@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of plans for random batches, and the order of their items; no GPU, no SGLang."""
+"""Properties of plans for random batches, their cuts, the order of their items, and how they are
+printed; no GPU, no SGLang."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from kit.trees import (
     first_segments,
     packed_rows,
     ranges_of,
+    segments_of,
     target,
     targets,
 )
 
 from benchmarks.common.forests import Tree
+from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner, plan
-from sglang_pat.target import WITHOUT_BRANCHES, Target
+from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
 
 
 @settings(max_examples=200)
@@ -206,3 +209,102 @@ def test_sequences_of_any_length_lose_no_token(policy: str) -> None:
     ends = segments["kv_start"][:-1] + segments["kv_len"][:-1]
     assert segments["kv_start"].tolist() == [0, *ends.tolist()] and (ends < longest).all()
     assert segments["kv_len"][-1] < 0 < made.num_items <= 512
+
+
+@settings(max_examples=80)
+@given(batches(), st.sampled_from([8, 32, 40]), st.booleans(), st.sampled_from([1, 3, 132]))
+def test_the_judge_takes_the_fastest_of_the_cuts(
+    batch: Batch, num_q_heads: int, hopper: bool, num_sms: int
+) -> None:
+    made_for = target(num_q_heads=num_q_heads, hopper=hopper, num_sms=num_sms)
+    for cuts in (CUTS, WITHOUT_BRANCHES):
+        made = plan(batch.paths, batch.seq_lens, replace(made_for, cuts=cuts))
+        each = [plan(batch.paths, batch.seq_lens, replace(made_for, cuts=(cut,))) for cut in cuts]
+        assert made.seconds == min(other.seconds for other in each)
+        assert content(made) in {content(other) for other in each}
+
+
+@settings(max_examples=80)
+@given(
+    batches(), st.sampled_from(["branches", "half_branches", "short_branches"]), st.integers(1, 8)
+)
+def test_branches(batch: Batch, cut: str, group: int) -> None:
+    """Wherever queries share anything that is short enough, and nowhere else."""
+    made_for = target(num_q_heads=8 * group, cuts=(cut,))
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    for index in np.flatnonzero(made.items["kind"] == _C.BRANCH):
+        rows = made.items["num_queries"][index] * packed_rows(made_for)
+        assert rows <= (64 if cut == "branches" else 32)
+        if cut == "short_branches":
+            assert (segments_of(made, index)["room"] <= 128 + 64).all()
+    assert any(batch.paths) or not made.branch_tokens
+    without = replace(made_for, cuts=WITHOUT_BRANCHES)
+    assert not plan(batch.paths, batch.seq_lens, without).branch_tokens
+
+
+@pytest.mark.parametrize(("cut", "parts"), [("sm_parts", 132), ("half_parts", 264)])
+def test_parts_fill_the_machine(cut: str, parts: int) -> None:
+    """Work units of about one length for each SM, or half."""
+    made = plan([[]], [131072], target(cuts=(cut,)))
+    assert 0.9 * parts < made.num_items * 8 <= parts
+
+
+def test_seconds_follow_the_machine() -> None:
+    """A plan is judged slower on a slower machine, for wider K/V and for longer sequences."""
+    tree = Tree((1, 32), (8192, 512))
+    made_for = target(cuts=("half_parts",))
+
+    def seconds(more: int = 0, **changes: Any) -> float:
+        lens = [length + more for length in tree.seq_lens]
+        return plan(tree.paths, lens, replace(made_for, **changes)).seconds
+
+    fast = seconds()
+    assert 0 < seconds(kv_bytes=1) < fast < min(seconds(4000), seconds(num_sms=16))
+    assert seconds(hopper=False) < seconds(hopper=False, bytes_per_s=made_for.bytes_per_s / 8)
+
+
+def test_branches_of_too_many_segments_are_not_made() -> None:
+    """Of a chain of nodes each of which some queries leave. Nodes of queries beyond one branch are
+    above it: 200 of these and a branch's own are too many."""
+    for depth, copies, segments in ((32, 2, 32 + 64), (300, 1, 0)):
+        nodes = [(i, 3 * i, 3 * i + 3) for i in range(depth)]
+        paths = [nodes[: 1 + i] for i in range(depth) for _ in range(copies)]
+        batch = Batch(paths, [path[-1][2] + 5 for path in paths])
+        made_for = target(num_q_heads=8, cuts=("branches",))
+        made = plan(batch.paths, batch.seq_lens, made_for)
+        check_plan(made, batch, made_for, batch.seq_lens)
+        assert bool(made.branch_tokens) == bool(segments)
+        assert not segments or made.item_segments["num_segments"].tolist() == [segments]
+
+
+SMALL = """\
+<Plan: 3 queries, 8 query and 2 KV heads, 5 items (2 shared), 8 partial results>
+tree:
+  tokens [0, 600) of queries 0-2
+    tokens [600, 900) of queries 0, 2
+      tokens [900, end of sequence) of query 0
+      tokens [900, end of sequence) of query 2
+    tokens [600, end of sequence) of query 1
+items, in the order in which they begin:
+"""
+
+
+def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
+    paths = [[(1, 0, 600), (2, 600, 900)], [(1, 0, 600)], [(1, 0, 600), (2, 600, 900)]]
+    planner = Planner(target(num_sms=1, num_q_heads=8, num_kv_heads=2))
+    planner.plan(paths, [950, 640, 910])
+    made = planner.plan_packs([950, 640, 910], [False] * 5, [1000] * 5)
+    assert repr(made) == SMALL.splitlines()[0] and str(made).startswith(SMALL)
+    first, *others = str(made).removeprefix(SMALL).splitlines()
+    row, tile = first_segments(made)[0]["query"], made.items[0]["row_tile"]
+    assert " ".join(first.split()) == (
+        f"item 0: light queries 0-2 tokens [0, 600) in the row of query {row} "
+        f"tile of {tile} rows, to partials 0, 3, 5"
+    )
+    assert len(others) == made.num_items - 1
+    # At most 25 lines of the tree and of the items.
+    many = str(plan([[]] * 100, [50] * 100, target())).splitlines()
+    assert len(many) == 2 * 25 + 3 and many[-1].startswith("  ... and 76 more items")
+    empty, private = plan([], [], target()), plan([[]], [5], target())
+    assert str(empty) == repr(empty)
+    assert "to output" in str(private) and repr(private).startswith("<Plan: 1 query, 32 query and")
