@@ -41,18 +41,15 @@ def test_each_request_is_forced_along_its_own_tokens() -> None:
     assert steps == [[[1], [3]], [[2], [1]], [[], [0]]]
 
 
-def test_all_texts_are_forced_after_their_own_prompts() -> None:
-    """A token that could not be forced makes the rest NaN."""
-
+def test_a_token_that_could_not_be_forced_makes_the_rest_nan() -> None:
     def ask(body: dict[str, Any]) -> dict[str, Any]:
         (number,) = body["input_ids"]
         tokens = body["sampling_params"]["custom_params"]["forced"]
         taken = [(-number / 8, 4 if token == 5 else token, None) for token in tokens]
         return {"meta_info": {"output_token_logprobs": taken}}
 
-    found = force_all(ask, [(1,), (2,), (3,)], [(7, 8), (7,), (9, 5, 7)])
-    assert found[:2] == [[unbias(-1 / 8)] * 2, [unbias(-2 / 8)]]
-    assert [math.isnan(each) for each in found[2]] == [False, True, True]
+    one, (first, *rest) = force_all(ask, [(1,), (2,)], [(7, 8), (9, 5, 7)])
+    assert (one, first) == ([unbias(-1 / 8)] * 2, unbias(-2 / 8)) and all(map(math.isnan, rest))
 
 
 FA3 = [-0.1 * i for i in range(40)]  # so many that one alone hardly moves the mean

@@ -109,14 +109,6 @@ def test_numbers_of_tokens(scales: tuple[float, float] | None, tokens: int) -> N
     check(inputs.to_e4m3(*scales) if scales else inputs)
 
 
-@pytest.mark.parametrize("group", [1, 4, 5, 16])
-def test_a_branch_beside_other_items(group: int) -> None:
-    """Its partial is the last of a query."""
-    pieces = prefix(20, 200)
-    for most in (1, 3, 4):
-        check(replace(case(pieces, (group, 1)), pieces=[pieces[0], *branched(pieces[1:], most)]))
-
-
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_queries_without_tokens(group: int) -> None:
     """An empty tail is neutral beside a prefix; no tokens, in an item or a branch, and no item at
@@ -147,6 +139,20 @@ def test_threads_and_runs_give_equal_bits(dtype: torch.dtype) -> None:
             assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
         backwards = encode(inputs.pieces[::-1], len(inputs.q), inputs.heads)
         assert torch.equal(execute(inputs, backwards)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forms_of_latents_give_equal_bits(dtype: torch.dtype) -> None:
+    """q in one tensor, and V copied out of K, too."""
+    pieces = forest(np.random.default_rng(3), 12, max_splits=6)
+    for parts in (pieces, branched(pieces, 4)):
+        inputs = replace(of_mla.latents(pieces, 16).to(dtype), pieces=parts)
+        out, lse = execute(inputs, threads=1)
+        whole = replace(inputs, q=inputs.whole_q, q_rope=None)
+        copied = replace(whole, v=inputs.v.clone())
+        for same in (*[inputs] * 5, whole, copied):
+            again, lse_again = execute(same, threads=3)
+            assert torch.equal(again, out) and torch.equal(lse_again, lse)
 
 
 def test_callers_on_several_threads() -> None:

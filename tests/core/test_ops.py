@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import latents
 from kit.cases import Case, case
 from kit.drafts import custom_mask, drafted
 from kit.pieces import Piece, shared
@@ -274,3 +275,38 @@ def test_cells_that_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             masks_of(given, of, 3, with_prefix=False)
+
+
+WRONG_OF_LATENTS: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "type": (lambda t: {"q_rope": [0]}, "q_rope is of type list, must be a torch.Tensor"),
+    "rows": (lambda t: {"q_rope": t.q_rope[1:]}, "q_rope is (2, 16, 64) torch.float32 on cpu"),
+    "none": (lambda t: {"q_rope": t.q_rope[..., :0]}, "q_rope is (3, 16, 0) torch.float32"),
+    "dtype": (lambda t: {"q_rope": t.q_rope.half()}, "q_rope is (3, 16, 64) torch.float16 on cpu"),
+    "device": (lambda t: {"q_rope": t.q_rope.to("meta")}, "torch.float32 on meta, must have"),
+    "dims": (lambda t: {"q_rope": t.q_rope[..., :32]}, "k_cache has head dim 576, q has 544"),
+    "a copy": (lambda t: {"v_cache": t.v.clone()}, "give the first part of K, k_cache[..., :512]"),
+    "the end": (lambda t: {"v_cache": t.k[..., 64:]}, "first part of K, k_cache[..., :512]"),
+    "all of K": (lambda t: {"v_cache": t.k}, "v_cache is (120, 1, 576) at 0x"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_OF_LATENTS.values(), ids=WRONG_OF_LATENTS)
+def test_wrong_arguments_of_latents(change: Callable[[Any], dict[str, Any]], message: str) -> None:
+    """Before anything is written."""
+    inputs = latents.latents(PIECES, 16)
+    arguments = arguments_of(inputs)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode(**(arguments | change(inputs)))
+    assert arguments["out"].isnan().all()
+
+
+def test_latents_that_no_kernel_has_are_refused() -> None:
+    for heads, draft_tokens in ((128, 1), (16, 5)):
+        rows = heads * draft_tokens
+        with pytest.raises(ValueError, match=f"end at 64 rows, fewer than the {rows} of one query"):
+            latents.target(heads, draft_tokens=draft_tokens)
+    inputs = latents.latents(shared(2, 9), 16).to(torch.bfloat16)
+    q, k, v, *_ = inputs.inputs
+    message = "V has head dim 256, K 576: must be alike on CUDA, or 512 and 576"
+    with pytest.raises(ValueError, match=message):
+        check_cuda(q, k, v[..., :256], torch.zeros_like(q), 1, {}, inputs.q_rope)

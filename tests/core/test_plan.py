@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import latents
 from kit.trees import (
     Batch,
     batches,
@@ -308,3 +309,31 @@ def test_a_printed_plan_shows_its_tree_and_its_items() -> None:
     empty, private = plan([], [], target()), plan([[]], [5], target())
     assert str(empty) == repr(empty)
     assert "to output" in str(private) and repr(private).startswith("<Plan: 1 query, 32 query and")
+
+
+@settings(max_examples=80)
+@given(batches(), st.sampled_from([1, 8, 16, 20, 64]), st.integers(1, 3), st.booleans())
+def test_items_of_latents_are_units_of_the_kernel(
+    batch: Batch, heads: int, draft_tokens: int, hopper: bool
+) -> None:
+    """One row tile, of 64 rows, that an SM runs alone."""
+    draft_tokens = 1 if heads * draft_tokens > 64 else draft_tokens
+    batch = batch.drafted(draft_tokens)
+    made_for = latents.target(heads, draft_tokens=draft_tokens, hopper=hopper)
+    made = plan(batch.paths, batch.seq_lens, made_for)
+    check_plan(made, batch, made_for, batch.seq_lens)
+    assert (made.items["row_tile"] == 64).all()
+    assert (made.items["num_queries"] * packed_rows(made_for) <= 64).all()
+    assert made.num_heavy_items == made.num_items
+    assert made.joint == made.num_wide_items == made.num_paired_items == 0
+
+
+def test_packs_of_latents_fill_units() -> None:
+    """Four queries of 16 heads are one; the fifth reads the node with its tail, as that costs a
+    unit anyway, and has no partials then."""
+    for queries, partials in ((4, 8), (5, 8), (8, 16)):
+        made = plan([[(1, 0, 640)]] * queries, [700] * queries, latents.target(16, cuts=()))
+        assert made.num_partials == partials
+    # Heads that fill a unit have nothing to pack.
+    alone = plan([[(1, 0, 640)]] * 8, [700] * 8, latents.target(64, cuts=()))
+    assert alone.num_shared_items == alone.num_partials == 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workspace: its size, its budget and its floor, what it refuses, and how long its list is; seen
-without a GPU."""
+"""The workspace: its size, its budget and its floor, what it refuses, and how long its list is;
+seen without a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from kit import latents
 from kit.trees import target
 
 from sglang_pat import _C
-from sglang_pat.capacity import MB, Capacity, fit_workspace, list_tokens_for
+from sglang_pat.capacity import MB, ROOM, Capacity, buffer_shapes, fit_workspace, list_tokens_for
 from sglang_pat.config import DEFAULT_MB
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
@@ -197,3 +198,14 @@ def test_a_list_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         workspace._fitting_list(201)
     assert workspace._fitting_list(100) is held
+
+
+def test_what_a_target_says_of_a_token() -> None:
+    """Of latents K alone is kept, and partials have the dim of V; other head dims that differ have
+    K and V."""
+    made_for = latents.target(16)
+    assert made_for.token_values == latents.K_DIM and made_for.kv_tiles == (64,)
+    room = {name: getattr(made_for, name) for name in ROOM}
+    shape, _ = buffer_shapes(16, made_for.v_head_dim, 1, torch.float32, room)["partials"]
+    assert shape == (1 << 18, 16, latents.V_DIM)
+    assert target(head_dim=192, v_head_dim=128).token_values == 320
