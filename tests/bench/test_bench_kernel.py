@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel benchmark: its batches, what is run and left out, its arithmetic, runs from arguments
-to JSON with GPU and peers replaced, how peers are called and times taken, and the fit of the judge's
-costs. No GPU: peers are replaced by attention by definition."""
+to JSON, how peers are called and times taken, and the fit of the judge's costs. GPU and peers are
+replaced, by attention by its definition."""
 
 from __future__ import annotations
 

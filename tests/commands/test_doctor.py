@@ -142,8 +142,12 @@ def test_where_there_is_no_gpu_the_way_to_serve_is_named(
 
 
 def test_without_sglang_it_says_so_and_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor.metadata.version
+
     def without_sglang(name: str) -> str:
-        raise doctor.metadata.PackageNotFoundError(name)
+        if name == "sglang":
+            raise doctor.metadata.PackageNotFoundError(name)
+        return version(name)
 
     monkeypatch.setattr(doctor.metadata, "version", without_sglang)
     *_, last = doctor.examine()
