@@ -118,7 +118,6 @@ PAPER_TREES = (
     Tree((256,), (1024,)),
     Tree((256,), (4096,)),
 )
-QUICK_TREES = tuple(PAPER_TREES[i] for i in (0, 2, 5, 9, 18))
 
 
 def uniform(rng: random.Random, scale: int) -> int:

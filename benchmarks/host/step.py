@@ -8,10 +8,8 @@ all; young: the second; kept: a step whose batch is that of many before; cold: t
 something else has filled the CPU's caches, as the rest of a server's step does. Handover is the
 part from the forward batch to the planner.
 
-Turns: conversations of so many turns on one system prompt, each two nodes of the tree; in every
-step one leaves and the next turn of another arrives. Deep: requests at the end of a text of which
-ever longer beginnings were prompts, a node each. First: the first plan; changed and most: the
-median and the longest of those after one left and came.
+Turns and deep: see ``measure_turns`` and ``measure_deep``. First: the first plan; changed and most:
+the median and the longest of those after one left and came.
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ def measure(kind: str, queries: int) -> Row:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     cache, batches = changing_batches(kind, queries)
-    hand_over = hand_over_of(cache)
-    steps, flush = _steps(queries), np.ones(FLUSH_BYTES, dtype=np.uint8)
+    hand_over, steps = hand_over_of(cache), _steps(queries)
+    flush = np.ones(FLUSH_BYTES, dtype=np.uint8)
     found: dict[str, list[float]] = defaultdict(list)
 
     def step(live: hook.LiveBatch, lens: torch.Tensor) -> None:
@@ -133,7 +131,8 @@ def _arrivals(
 
 
 def measure_turns(kind: str, queries: int, turns: int) -> Row:
-    """Of a plan when one conversation leaves and the next turn of another arrives."""
+    """Conversations of so many turns on a system prompt, each two nodes of the tree; in every step
+    one leaves and the next turn of another arrives."""
     rng = random.Random(0)
     turn = 900 // turns  # tokens, so that the plans of all rows are alike
     output = turn // 3
@@ -150,7 +149,7 @@ def measure_turns(kind: str, queries: int, turns: int) -> Row:
 
 
 def measure_deep(kind: str, queries: int, depth: int) -> Row:
-    """Of a plan for requests at the end of a path of ``depth`` nodes."""
+    """Requests at the end of a text of which ever longer beginnings were prompts, a node each."""
     context = depth + 64
     slots = 8 * context + 8 * (queries + ARRIVALS)
     cache = LiveCache(kind, slots=slots, rows=queries + 1, context=context)

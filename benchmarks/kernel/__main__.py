@@ -33,7 +33,7 @@ from benchmarks.kernel.peers import PEERS, missing
 from benchmarks.kernel.report import TWO, TreeRow, complaints, table
 
 # Milliseconds of repeats for one time.
-BUDGET_MS, QUICK_BUDGET_MS = 50.0, 15.0
+BUDGET_MS = 50.0
 KINDS = ("trees", "drafts", "ragged", "batches")  # of documents
 
 
@@ -53,13 +53,14 @@ def make_parser() -> argparse.ArgumentParser:
     how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
     add("--draft-tokens", metavar="T[,T...]", help=how)
     how = "N of the batches, from the first to the last (default: all)"
+    how = "a sink for each query head, as GPT-OSS has; only FA3 takes them; pat without, too"
+    add("--sinks", action="store_true", help=how)
     add("--sample", type=int, metavar="N", help=how)
     add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
     how = "start no row later (default: no limit)"
     add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
     how = "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is"
     add("--cold-code", action="store_true", help=f"{how} in no cache then, as in a server")
-    add("--quick", action="store_true", help="five trees, 32/8 heads, fewer repeats")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
     return parser
@@ -67,13 +68,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
     """A document without rows, with what the device reaches and which peers can run; a clock."""
-    timer = Clock(QUICK_BUDGET_MS if options.quick else BUDGET_MS)
+    timer = Clock(BUDGET_MS)
     rates = device_rates(timer)
     if options.cold_code:
         timer = Clock(timer.budget_ms, cold_code=True)
     drafts = {case.draft_tokens for case in work.cases}
     settings: dict[str, Any] = {"kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
-    settings |= {"cold_code": True} if options.cold_code else {}
+    settings |= {name: True for name in ("cold_code", "sinks") if getattr(options, name)}
     device = torch.cuda.get_device_name()
     found = conditions(work.kind, "benchmarks.kernel", device, settings) | {
         "bytes_per_s": rates.bytes_per_s,
@@ -84,6 +85,8 @@ def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
     found |= {"server": work.server} if work.server else {}
     heads = dict.fromkeys(case.heads for case in work.cases)
     found["absent"] = missing(heads, work.kv_dtype == E4M3, max(drafts))
+    if options.sinks:
+        found["absent"] |= dict.fromkeys(("flashinfer", "levels"), "called without sinks")
     found["peers"] = [name for name in PEERS if name not in found["absent"]]
     return found, timer
 
@@ -126,6 +129,9 @@ def measure(
         bf16 = Layer(batch, tree, heads, replace(settings, kv_dtype="bfloat16"), scale)
         graphs["bf16"] = capture(bf16.attend)
         batch = quantised(batch)
+    if "sinks" in document["settings"]:
+        graphs["plain"] = capture(Layer(batch, tree, heads, settings, scale).attend)
+        batch = replace(batch, sinks=batch.q.new_empty(heads.q).normal_())
     layer = Layer(batch, tree, heads, settings, scale)
     graphs["pat"] = capture(layer.attend)
     for name in document["peers"]:
@@ -141,7 +147,7 @@ def measure(
         graphs[name].replay()
     times, noise = timer.compare({name: graph.replay for name, graph in graphs.items()})
     ours = outs.pop("pat")
-    outs.pop("bf16", None)  # of other K and V
+    outs = {name: out for name, out in outs.items() if name not in ("bf16", "plain")}
     made = layer.plan
     rates = Rates(document["bytes_per_s"], document["flops_per_s"])
     floor = floor_us(tree, heads, rates, settings.kv_bytes, settings.draft_tokens)
@@ -163,6 +169,7 @@ def measure(
         kv_dtype=settings.kv_dtype,
         errors=errors,
         bf16=times.get("bf16"),
+        plain=times.get("plain"),
         draft_tokens=settings.draft_tokens,
     )
 

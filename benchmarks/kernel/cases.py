@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.forests import PAPER_TREES, QUICK_TREES, Forest, Tree, all_forests
+from benchmarks.common.forests import PAPER_TREES, Forest, Tree, all_forests
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import E4M3
 from sglang_pat.dump import read_dump
@@ -58,10 +58,10 @@ def asked(options: argparse.Namespace) -> Work:
         OSError: a file cannot be read.
         ValueError: it is no dump, no batch has a name as asked for, or an option makes no sense.
     """
-    quick, kv_dtype = options.quick, options.kv_dtype
+    kv_dtype = options.kv_dtype
     drafts = [int(number) for number in (options.draft_tokens or "1").split(",")]
     kind, heads = "trees", PAPER_HEADS
-    requests: Sequence[Forest] = QUICK_TREES if quick else PAPER_TREES
+    requests: Sequence[Forest] = PAPER_TREES
     server: dict[str, Any] | None = None
     if options.batches:
         kind, (server, requests) = "batches", read_batches(options.batches)
@@ -72,9 +72,7 @@ def asked(options: argparse.Namespace) -> Work:
         kind, requests, heads = "ragged", all_forests(), RAGGED_HEADS
     elif options.draft_tokens:
         kind, heads = "drafts", DRAFT_HEADS
-        requests = DRAFT_TREES if quick else DRAFT_TREES + PAPER_TREES
-    if quick and kind in ("trees", "drafts"):
-        heads = [Heads(32, 8)]
+        requests = DRAFT_TREES + PAPER_TREES
     heads = [Heads.parse(spec) for spec in options.heads] or heads
     requests = sample([Tree.parse(spec) for spec in options.trees] or requests, options.sample)
     every = [Case(each, one, count) for count in drafts for each in heads for one in requests]

@@ -28,6 +28,7 @@ class TreeBatch:
     v_scale: float = 1.0
     draft_tokens: int = 1
     q_rope: torch.Tensor | None = None  # of latents (MLA): of q and K the last columns
+    sinks: torch.Tensor | None = None
 
     @property
     def whole_q(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -89,45 +90,38 @@ def flash_mla(batch: TreeBatch) -> Run:
     q, lens = batch.whole_q.unsqueeze(1), batch.seq_lens.int()  # q [B, 1, heads, 576]
     schedule, splits = ops.get_mla_metadata(lens, q.shape[2], 1)
 
-    def run() -> torch.Tensor:
-        out: torch.Tensor = ops.flash_mla_with_kvcache(
-            q=q,
-            k_cache=pages,
-            block_table=table,
-            cache_seqlens=lens,
-            head_dim_v=V_DIM,
-            tile_scheduler_metadata=schedule,
-            num_splits=splits,
-            softmax_scale=SCALE,
-            causal=True,
-        )[0]
-        return out
-
-    return run
+    call = partial(
+        ops.flash_mla_with_kvcache,
+        q=q,
+        k_cache=pages,
+        block_table=table,
+        cache_seqlens=lens,
+        head_dim_v=V_DIM,
+        tile_scheduler_metadata=schedule,
+        num_splits=splits,
+        softmax_scale=SCALE,
+        causal=True,
+    )
+    return lambda: call()[0]
 
 
 def fa3(batch: TreeBatch, page: int) -> Run:
     """FA3's form for MLA with pages of ``page`` tokens."""
     attend = import_module("sgl_kernel.flash_attn").flash_attn_with_kvcache
     pages, table = in_pages(batch, page)
-    lens, offsets = batch.seq_lens.int(), query_offsets(batch)
-
-    def run() -> torch.Tensor:
-        out: torch.Tensor = attend(
-            q=batch.q_rope,
-            k_cache=pages[..., V_DIM:],
-            v_cache=pages[..., :V_DIM],
-            qv=batch.q,
-            page_table=table,
-            cache_seqlens=lens,
-            cu_seqlens_q=offsets,
-            max_seqlen_q=1,
-            softmax_scale=SCALE,
-            causal=True,
-        )
-        return out
-
-    return run
+    return partial(
+        attend,
+        q=batch.q_rope,
+        k_cache=pages[..., V_DIM:],
+        v_cache=pages[..., :V_DIM],
+        qv=batch.q,
+        page_table=table,
+        cache_seqlens=batch.seq_lens.int(),
+        cu_seqlens_q=query_offsets(batch),
+        max_seqlen_q=1,
+        softmax_scale=SCALE,
+        causal=True,
+    )
 
 
 def measure(heads: int, requests: Forest, clock: Clock, with_peers: bool) -> dict[str, Any]:

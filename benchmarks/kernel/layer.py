@@ -110,6 +110,7 @@ class Layer:
             k_scale=self.batch.k_scale,
             v_scale=self.batch.v_scale,
             q_rope=self.batch.q_rope,
+            sinks=self.batch.sinks,
             out=self._out,
             workspace=self.workspace,
         )
@@ -126,7 +127,7 @@ def error_of(out: torch.Tensor, batch: TreeBatch, scale: float) -> float:
     rows = (some[:, None] * draft_tokens + of_query).flatten()
     q = batch.whole_q[rows]
     chosen = replace(batch, q=q, rows=batch.rows[some], seq_lens=batch.seq_lens[some])
-    scales = {"scale": scale, "k_scale": batch.k_scale, "v_scale": batch.v_scale}
-    how: dict[str, Any] = {"draft_tokens": draft_tokens, **scales}
+    how: dict[str, Any] = {"k_scale": batch.k_scale, "v_scale": batch.v_scale, "sinks": batch.sinks}
+    how |= {"scale": scale, "draft_tokens": draft_tokens}
     expected, _ = reference.attention(*chosen.inputs, **how)
     return relative(out[rows], expected)

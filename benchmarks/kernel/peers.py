@@ -102,6 +102,7 @@ def fa3(batch: TreeBatch, tree: Forest, scale: float) -> Run:
             max_seqlen_q=batch.draft_tokens,
             softmax_scale=scale,
             causal=True,
+            sinks=batch.sinks,
             **options,
         )
         return out

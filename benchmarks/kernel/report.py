@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 
 from benchmarks.common.forests import family_of
 
@@ -45,6 +46,7 @@ class TreeRow:
     # Of rows in fp8_e4m3: of each peer as ``error``, and pat's time with the same K/V in bf16.
     errors: dict[str, float] = field(default_factory=dict)
     bf16: float | None = None
+    plain: float | None = None  # of rows with sinks: pat's time without
     draft_tokens: int = 1  # of a query: more than 1 in a verify step
 
     @property
@@ -93,8 +95,9 @@ def summary(rows: Sequence[TreeRow]) -> list[str]:
     lines.append(_against("the better of fa3 and flashinfer", rows, lambda row: row.best(TWO)))
     if any(row.levels for row in rows):
         lines.append(_against("the best peer", rows, TreeRow.best))
-    if any(row.bf16 for row in rows):
-        lines.append(_against("pat's time in bf16", rows, lambda row: row.bf16))
+    for name, what in (("bf16", "in bf16"), ("plain", "without sinks")):
+        if any(getattr(row, name) for row in rows):
+            lines.append(_against(f"pat's time {what}", rows, attrgetter(name)))
     if found := [row.of_fa3 for row in rows if row.of_fa3 is not None]:
         lines.append(f"pat's error over fa3's: at most {max(found):.3f}")
     return lines

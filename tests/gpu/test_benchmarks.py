@@ -39,7 +39,7 @@ def test_policies_give_right_outputs(policy: str, heads: str) -> None:
 def test_ragged_rows(tmp_path: Path) -> None:
     file = tmp_path / "ragged.json"
     chosen = ["--only", "bucketed-2", "skew-1", "fork-4k", "--heads", "32/8", "8/1"]
-    assert kernel.main(["--ragged", "--quick", *chosen, "--json", str(file)]) == 0
+    assert kernel.main(["--ragged", *chosen, "--json", str(file)]) == 0
     document = json.loads(file.read_text())
     rows = [TreeRow(**row) for row in document["rows"]]
     assert len(rows) == 6 and document["left_out"] == []
@@ -63,7 +63,7 @@ def test_verify_steps(kv_dtype: str, tmp_path: Path) -> None:
     file = tmp_path / "drafts.json"
     chosen = ["--draft-tokens", "1,2,4,8", "--heads", "32/8", "8/1", "--kv-dtype", kv_dtype]
     trees = ["--trees", "1,16_4096,300", "1,4,16_300,60,8", "16_500"]
-    assert kernel.main([*chosen, *trees, "--permuted", "--quick", "--json", str(file)]) == 0
+    assert kernel.main([*chosen, *trees, "--permuted", "--json", str(file)]) == 0
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 4 * 2 * 3
     check_peers(document, "fa3", "flashinfer", "levels")
@@ -89,7 +89,7 @@ def test_batches_of_a_server(draft_tokens: int, kv_dtype: str, tmp_path: Path) -
         lines.append({"paths": found.paths, "seq_lens": lens})
     source, file = tmp_path / "dump.jsonl", tmp_path / "rows.json"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert kernel.main(["--batches", str(source), "--quick", "--json", str(file)]) == 0
+    assert kernel.main(["--batches", str(source), "--json", str(file)]) == 0
     document = json.loads(file.read_text())
     assert len(document["rows"]) == 3
     assert all(row["draft_tokens"] == draft_tokens for row in document["rows"])
