@@ -119,7 +119,7 @@ class Request:  # of SGLang's client, as far as `forking` needs it
     extra_request_body: dict[str, Any]
 
 
-def test_orchestrators_fork_children_whose_answers_come_back(
+def test_orchestrators_have_a_context_and_tasks_of_their_own(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forks = load("forks:2x3x500", tmp_path)
@@ -129,10 +129,13 @@ def test_orchestrators_fork_children_whose_answers_come_back(
     datasets = pytest.importorskip("sglang.benchmark.datasets", reason="needs SGLang 0.5.23")
     rows = datasets.get_dataset(found, tokenizer)
     assert len({row.prompt[0][0]["content"] for row in rows}) == len(rows) == 6
-    context, first, second = rows[0].prompt
+    context, *tasks = rows[0].prompt
     assert len(tokenizer.encode(context[0]["content"])) == 500
-    assert len({task["content"] for task in [*first, *second]}) == 6
-    assert all(60 <= task["tokens"] <= 480 for task in [*first, *second])
+    assert [len({task["content"] for task in turn}) for turn in tasks] == [3, 3]
+    assert all(60 <= task["tokens"] <= 480 for turn in tasks for task in turn)
+
+
+def test_orchestrators_fork_children_whose_answers_come_back() -> None:
     asked_for: list[Request] = []
 
     async def answer(request: Request) -> Any:
@@ -141,19 +144,18 @@ def test_orchestrators_fork_children_whose_answers_come_back(
         await asyncio.sleep(0.003 * (3 - number % 4))  # children end in another order
         return SimpleNamespace(generated_text=f"answer {number}")
 
-    request = Request(rows[0].prompt, rows[0].output_len, {"seed": 1})
+    first, second = ([{"content": text, "tokens": 60} for text in turn] for turn in ("abc", "def"))
+    request = Request([[{"content": "context"}], first, second], 90, {"seed": 1})
     converse = forking(answer, "sglang-oai-chat")
     outputs = asyncio.run(converse(request_func_input=request, pbar=None))
     assert len(outputs) == len(asked_for) == 1 + 2 * (3 + 1)
     assert all(each.extra_request_body.keys() == {"seed", "stream_options"} for each in asked_for)
-    _, child, *_, joined, later = asked_for[:6]
-    said = [context[0]["content"], "answer 0", first[0]["content"]]
-    assert [each["content"] for each in child.prompt] == said
-    assert (child.output_len, joined.output_len) == (first[0]["tokens"], 90)
-    said[2:] = ["answer 1 answer 2 answer 3", "answer 4", second[0]["content"]]
-    assert [each["content"] for each in later.prompt] == said
-    assert [each["role"] for each in later.prompt] == ["user", "assistant"] * 2 + ["user"]
-    assert joined.prompt == later.prompt[:3]
+    assert [each.output_len for each in asked_for] == [90, 60, 60, 60, 90, 60, 60, 60, 90]
+    assert [each["content"] for each in asked_for[1].prompt] == ["context", "answer 0", "a"]
+    *history, last = asked_for[5].prompt
+    said = ["context", "answer 0", "answer 1 answer 2 answer 3", "answer 4"]
+    assert [each["content"] for each in history] == said and last["content"] == "d"
+    assert [each["role"] for each in history] == ["user", "assistant"] * 2
 
 
 def row(backend: str, run: int, itl: float) -> dict[str, Any]:
