@@ -22,28 +22,12 @@ import sglang_pat
 from sglang_pat import cli, doctor
 
 
-def _run(
-    folder: Path, *args: str, fork: bool = False, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Run it outside the checkout, without the settings of the shell that runs the tests. ``fork``:
-    of a process that has imported SGLang, so not for settings that are read by an import."""
-    dropped = ("SGLANG_PLATFORM", "SGLANG_PLUGINS")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in dropped and not name.startswith("SGLANG_PAT_")
-    }
-    if fork:
-        command = ["sglang_pat", "doctor", *args]
-        return forks.run(command, env=kept | env, cwd=folder, timeout=300)
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "doctor", *args],
-        cwd=folder,
-        env=kept | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def _run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run it outside the checkout, without the settings of the shell that runs the tests, in a fork
+    of a process that has imported SGLang."""
+    names = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_PAT_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return forks.run(["sglang_pat", "doctor", *args], env=kept | env, cwd=folder, timeout=300)
 
 
 def _says(run: subprocess.CompletedProcess[str], *said: tuple[str, str]) -> None:
@@ -72,13 +56,13 @@ def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
     """A served model's server asked about has a GPU."""
     served = str(kit_models.write_config(tmp_path / "served", kit_models.GEMMA2))
     flags = ("--gpu", "H100", "--max-running-requests", "64")
-    run = _run(tmp_path, "--model", served, *flags, fork=True)
+    run = _run(tmp_path, "--model", served, *flags)
     assert run.returncode == 0 and "--device cpu" not in run.stdout, run.stdout + run.stderr
     assert run.stdout.endswith("\nserved in part.\n")
     layers = ("layers of SGLang ", "2 (0, 2): a sliding window")
     _says(run, ("layers of pat ", "2 (1, 3)"), layers)
     refused = str(kit_models.write_config(tmp_path / "refused", kit_models.DEEPSEEK))
-    run = _run(tmp_path, "--model", refused, fork=True)
+    run = _run(tmp_path, "--model", refused)
     assert run.returncode == 1 and run.stdout.endswith("\nrefused.\n"), run.stdout + run.stderr
     _says(run, ("refused ", "uses MLA"))
 
@@ -106,7 +90,7 @@ def test_everything_wrong_at_once_is_all_named_and_no_model_is_judged(tmp_path: 
     graph = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
     model = str(kit_models.write_config(tmp_path / "model", kit_models.LLAMA))
-    run = _run(tmp_path, "--model", model, fork=True, **wrong)
+    run = _run(tmp_path, "--model", model, **wrong)
     assert run.returncode == 1 and "layers" not in run.stdout, run.stdout + run.stderr
     blocking = dict(re.findall(r"^BLOCK +(\S+) +(.*)$", run.stdout, re.M))
     assert blocking.keys() == {"settings", "SGLANG_PLUGINS", graph, "registration", "interface"}
@@ -181,9 +165,10 @@ def test_every_program_and_command_prints_its_help(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A help text with a single % ends --help with a traceback."""
-    commands = ("demo", "doctor", "explain", "estimate")
-    programs = [*((each, ()) for each in _programs())]
-    for program, given in [*programs, *((PACKAGE / "__main__.py", (one,)) for one in commands)]:
+    programs: list[tuple[Any, ...]] = [(each,) for each in _programs()]
+    for command in ("demo", "doctor", "explain", "estimate"):
+        programs.append((PACKAGE / "__main__.py", command))
+    for program, *given in programs:
         monkeypatch.setattr(sys, "argv", [str(program), *given, "--help"])
         monkeypatch.syspath_prepend(str(program.parent))  # as for a script
         with pytest.raises(SystemExit) as ended:

@@ -219,9 +219,10 @@ def test_explicit_plans_that_are_refused() -> None:
         with pytest.raises(ValueError, match="beyond its sequence"):
             planner.plan([[(1, 0, 900)]] * 3, lens)
     planner.plan([[(1, 0, 600)]] * 3, lens)
-    with pytest.raises(ValueError, match="3 and 4 values for 4 nodes and queries"):
-        planner.plan_packs(lens, [0] * 3, [512] * 4)
-    with pytest.raises(ValueError, match=r"\(of 4\) and 9 partials \(of 5\).*give longer pieces"):
-        planner.plan_packs(lens, [0] * 4, [300] * 4)
-    with pytest.raises(ValueError, match="query 1: node 1 ends at 600 beyond its sequence of 500"):
-        planner.plan_packs([700, 500, 650], [0] * 4, [1000] * 4)
+    for other_lens, values, pieces, message in (
+        (lens, 3, 512, "3 and 4 values for 4 nodes and queries"),
+        (lens, 4, 300, r"\(of 4\) and 9 partials \(of 5\).*give longer pieces"),
+        ([700, 500, 650], 4, 512, "query 1: node 1 ends at 600 beyond its sequence of 500"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planner.plan_packs(other_lens, [0] * values, [pieces] * 4)
