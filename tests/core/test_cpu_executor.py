@@ -16,7 +16,7 @@ import torch
 from kit import drafts, sinks
 from kit import latents as of_mla
 from kit.cases import E4M3, Case, by_hand, case, check, error, execute, grown, random_trees
-from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, prefix, shared
+from kit.pieces import DYNAMIC, Piece, branched, forest, paths_of, shared
 from kit.plans import encode
 from kit.sinks import with_sinks
 from kit.trees import Batch, check_plan
@@ -114,7 +114,7 @@ def test_queries_without_tokens(group: int) -> None:
     """An empty tail is neutral beside a prefix; no tokens, in an item or a branch, and no item at
     all, as of a padded row, give zeros and -inf. A batch may have no queries."""
     check(case(shared(4, 60), (group, 1), tails=(0,)))
-    check(by_hand(prefix(4, 60), (group, 1), tails=(0,)))
+    check(by_hand(shared(4, 60), (group, 1), tails=(0,)))
     tails = [Piece((i,), 0, DYNAMIC) for i in range(5)]
     for inputs in (
         case([*tails[:1], Piece((1,), 0, 5)], (group, 1), tails=(0,)),

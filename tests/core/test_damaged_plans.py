@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.cases import Case, by_hand, case, check, error, execute, grown
 from kit.drafts import drafted
-from kit.pieces import DYNAMIC, Branch, Piece, prefix, shared
+from kit.pieces import DYNAMIC, Branch, Piece, shared
 from kit.plans import PARTS, HandPlan, joint, paired
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -36,11 +36,11 @@ INPUTS: dict[str, Case] = {
     # Items 0 and 1 of all three queries, then three tails; 9 partials.
     "packs": case(shared(3, 40, splits=2), tails=(30,)),
     # Item 0 with segments 0 (shared) and 1 to 4 (tails).
-    "branch": by_hand(prefix(4, 100), (4, 2), tails=(30,)),
+    "branch": by_hand(shared(4, 100), (4, 2), tails=(30,)),
     "pair": two_branches(),
     "drafts": drafted(shared(3, 70), (4, 2), 3, before=(0, 1, 7)),
-    "joint": by_hand(prefix(4, 100), (4, 2), tails=(30,)),
-    "rows": by_hand(prefix(9, 40), (8, 1), most=8, tails=(5,)),
+    "joint": by_hand(shared(4, 100), (4, 2), tails=(30,)),
+    "rows": by_hand(shared(9, 40), (8, 1), most=8, tails=(5,)),
     "many": case([Piece(tuple(range(100)), 0, 70)], (1, 1)),  # 100 packed rows
 }
 # The check of a call counts the tokens of each query and leaves to the planner's tests which these
@@ -135,7 +135,7 @@ def test_a_cut_plan_is_refused() -> None:
 
 
 def test_lengths_that_are_not_the_plan_s_are_refused() -> None:
-    tails = prefix(3, 40)
+    tails = shared(3, 40)
     inputs = replace(case(tails, (4, 2), tails=(31,)), pieces=[Branch(tuple(tails), room=31)])
     check(inputs)
     with pytest.raises(ValueError, match="room for 31 tokens of query 1, which has 32 from 40 on"):
