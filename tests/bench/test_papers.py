@@ -18,6 +18,7 @@ from benchmarks.tiles import LATENCY_NS, OTHER_REGISTERS, SIZES, Hardware, Tile,
 from sglang_pat import _C, Target
 from sglang_pat.dump import PathNodes
 from sglang_pat.gpus import GPUS
+from sglang_pat.plan_text import ranges
 from sglang_pat.target import row_tiles_for
 
 Ranges = list[tuple[int, int]]  # start and tokens of what each item reads
@@ -32,15 +33,13 @@ def read_by(name: str, batch: Tree | Forest, **machine: Any) -> list[Ranges]:
     """What items read of each query: together its whole sequence, each token once."""
     shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     made = plan_by(name, batch, Target.h200(**(shape | machine), max_queries=batch.num_queries))
-    ranges: list[Ranges] = [[] for _ in batch.seq_lens]
-    for item, (first, count) in zip(made.items, made.item_segments.tolist(), strict=True):
-        members = made.members["query"][item["member_offset"] :][: item["num_queries"]].tolist()
-        for _, start, tokens, _, member, queries in made.segments[first : first + count].tolist():
-            for query in members[member : member + queries]:
-                length = tokens if tokens >= 0 else batch.seq_lens[query] - start
-                ranges[query].append((start, length))
-    check_pieces(ranges, batch.seq_lens)
-    return [sorted(each) for each in ranges]
+    found: list[Ranges] = [[] for _ in batch.seq_lens]
+    for _, reader, start, tokens, queries in ranges(made):
+        length = tokens if tokens >= 0 else batch.seq_lens[reader] - start
+        for query in queries:
+            found[query].append((start, length))
+    check_pieces(found, batch.seq_lens)
+    return [sorted(each) for each in found]
 
 
 def deep(name: str, **machine: Any) -> list[Ranges]:
