@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Signatures of the extension; tests/core/test_native_helpers.py keeps them and the calls true.
+# Signatures of the extension; tests/core/test_exported_limits.py keeps them and the calls true.
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePath
@@ -48,6 +49,13 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No options of ours in the environment."""
+    for name in [name for name in os.environ if name.startswith("SGLANG_PAT_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture

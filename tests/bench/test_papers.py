@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of other papers, each by its paper's words on trees made by hand."""
+"""The rules of other papers, each by its paper's words on trees made by hand, and PAT's tiles."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from benchmarks import papers
 from benchmarks.common.forests import PAPER_TREES, Forest, Tree, forest, samples
 from benchmarks.kernel.floor import Heads
 from benchmarks.papers import NAMES, measure, padding, plan_by
-from sglang_pat import Target
+from benchmarks.tiles import LATENCY_NS, OTHER_REGISTERS, SIZES, Hardware, Tile, main, solve
+from sglang_pat import _C, Target
 from sglang_pat.dump import PathNodes
+from sglang_pat.gpus import GPUS
+from sglang_pat.plan_text import ranges
+from sglang_pat.target import row_tiles_for
 
 Ranges = list[tuple[int, int]]  # start and tokens of what each item reads
 # Node 1 (1,000 tokens, 6 queries) over node 2 (300 tokens, 4 queries) over node 3 (200 tokens, 2
@@ -28,15 +33,13 @@ def read_by(name: str, batch: Tree | Forest, **machine: Any) -> list[Ranges]:
     """What items read of each query: together its whole sequence, each token once."""
     shape = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     made = plan_by(name, batch, Target.h200(**(shape | machine), max_queries=batch.num_queries))
-    ranges: list[Ranges] = [[] for _ in batch.seq_lens]
-    for item, (first, count) in zip(made.items, made.item_segments.tolist(), strict=True):
-        members = made.members["query"][item["member_offset"] :][: item["num_queries"]].tolist()
-        for _, start, tokens, _, member, queries in made.segments[first : first + count].tolist():
-            for query in members[member : member + queries]:
-                length = tokens if tokens >= 0 else batch.seq_lens[query] - start
-                ranges[query].append((start, length))
-    check_pieces(ranges, batch.seq_lens)
-    return [sorted(each) for each in ranges]
+    found: list[Ranges] = [[] for _ in batch.seq_lens]
+    for _, reader, start, tokens, queries in ranges(made):
+        length = tokens if tokens >= 0 else batch.seq_lens[reader] - start
+        for query in queries:
+            found[query].append((start, length))
+    check_pieces(found, batch.seq_lens)
+    return [sorted(each) for each in found]
 
 
 def deep(name: str, **machine: Any) -> list[Ranges]:
@@ -125,3 +128,46 @@ def test_a_row_for_each_rule_with_a_right_output(monkeypatch: pytest.MonkeyPatch
     assert [row["rule"] for row in rows] == list(NAMES)
     assert all(row["error"] < 0.01 and row["family"] == "shared" for row in rows)
     assert [row["over_ours"] for row in rows] == [1 + place / 10 for place in range(len(NAMES))]
+
+
+A100 = replace(Hardware.of("a100"), bytes_per_s=1.8e12)
+
+
+def tile(m: int, n: int, **changes: Any) -> Tile:
+    found = solve(replace(A100, **changes), 128)
+    (chosen,) = [each for each in found if (each.m, each.n) == (m, n)]
+    return chosen
+
+
+def test_the_papers_constraints_by_hand() -> None:
+    """Shared memory: Q and K/V tile of 2 bytes an element, intermediate results of 4. Registers of
+    64 rows on 128 threads: accumulators of the output, scores, weights of half the size."""
+    bytes_ = 64 * 128 * 2 + 64 * 128 * 2 + 64 * 128 * 4
+    registers = (64 * 128 + 64 * 64 + 64 * 64 // 2) // 128 + OTHER_REGISTERS
+    found = tile(64, 64)
+    assert (found.shared_bytes, found.registers, found.broken) == (bytes_, registers, ())
+    for name, least, broken in (
+        ("shared_per_block", bytes_, "1s"),
+        ("registers_per_sm", registers * 128, "1r"),
+    ):
+        assert broken not in tile(64, 64, **{name: least}).broken
+        assert tile(64, 64, **{name: least - 1}).broken == (broken,)
+    # The paper's bound: n >= latency x bandwidth / (SMs x blocks x head dim x bytes).
+    most = 16 * 108 * tile(64, 16).blocks * 128 * 2 / (LATENCY_NS * 1e-9)
+    assert tile(64, 16, bytes_per_s=0.999 * most).broken == ()
+    assert tile(64, 16, bytes_per_s=1.001 * most).broken == ("2",)
+    assert tile(64, 256).registers > 255 and tile(64, 256).broken == ("1r",)
+    assert tile(64, 64).blocks == 2  # 65 KiB each of 164
+    assert tile(64, 64, registers_per_sm=20_000).blocks == 1
+    assert tile(64, 64, threads_per_sm=128).blocks == 1
+
+
+def test_the_command_prints_a_grid_for_each_head_dim_and_marks_our_tiles(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in GPUS:
+        assert main(["--gpu", name]) == 0
+        _, *grids = capsys.readouterr().out.split("head dim ")
+        for dim, grid in zip(_C.CUDA_HEAD_DIMS, grids, strict=True):
+            assert grid.startswith(f"{dim};") and len(grid.split()) > len(SIZES) ** 2
+            assert grid.count("*") == len(row_tiles_for(dim))

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sglang-pat demo``: two real servers, its judgement, its models, and how counters are read."""
+"""``sglang-pat demo``: two real servers, its judgement, its models, how counters are read, and the
+ports of its servers."""
 
 from __future__ import annotations
 
+import random
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -16,7 +22,7 @@ from sglang_pat.demo.counters import Counters, parse_counters
 from sglang_pat.demo.desk import CUSTOMERS, RULES, conversations
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.run import Run, report, tree_of_words
-from sglang_pat.demo.server import Server, ServerError
+from sglang_pat.demo.server import Server, ServerError, reserve_port
 from sglang_pat.demo.standin import demo_model
 from sglang_pat.dump import read_dump
 
@@ -45,22 +51,18 @@ def test_the_demo_shows_the_same_answers_and_packs(
     mine, _, others = rest.partition("torch_native answers:")
     assert others.endswith("PASSED\n") and "not served" not in others
 
-    said = {
-        number: " ".join(re.findall(rf"^  {number} {name} +(.*)$", mine, re.M))
-        for number, (name, _, _) in enumerate(CUSTOMERS)
-    }
     # Sentences about the shop: most of their words are those of the prompts.
     prompts = {
         word for talk in conversations() for each in talk for word in _words(each["content"])
     }
-    for answer in said.values():
+    for number, (name, _, _) in enumerate(CUSTOMERS):
+        answer = " ".join(re.findall(rf"^  {number} {name} +(.*)$", mine, re.M))
         known = [word in prompts for word in _words(answer)]
         assert len(known) > 5 and sum(known) > 0.6 * len(known), answer
     counts = [int(n) for n in re.findall(r"^  \d \w+ +the same (\d+) tokens$", others, re.M)]
     assert len(counts) == len(CUSTOMERS) and max(counts) <= run.ANSWER
     total = sum(counts)
     assert f"equal to torch_native: {total} of {total}, in 8 of 8 answers all" in others
-
     pattern = r"packed: (\d+) of (\d+); (\d+) plans made, (\d+) reused"
     ((packed, steps, made, reused),) = [map(int, each) for each in re.findall(pattern, others)]
     # The first token of an answer comes from the prefill.
@@ -68,7 +70,6 @@ def test_the_demo_shows_the_same_answers_and_packs(
     (read,) = re.findall(r"read per decode step +([\d,.]+) +([\d,.]+)", others)
     unpacked, packed_reads = (float(number.replace(",", "")) for number in read)
     assert 3 * packed_reads < unpacked
-    assert f"saved: {1 - packed_reads / unpacked:.0%}" in others
 
     # The tree that was drawn before is the one that the server found in its cache.
     dump = read_dump(file)
@@ -144,14 +145,12 @@ sglang_pat_fallbacks_total{reason="a layer with, \\"quotes\\"",tp_rank="0"} 1.0
 
 
 def test_counters_of_all_replicas_and_of_a_span_of_time() -> None:
-    reason = 'a layer with, "quotes"'
-    assert parse_counters(METRICS) == Counters(
-        decode_steps=5, plan_seconds=0.25, base_forwards={"extend": 3}, fallbacks={reason: 1}
-    )
-    before = Counters(decode_steps=2, base_forwards={"extend": 2}, fallbacks={"old": 1})
-    after = Counters(decode_steps=7, base_forwards={"extend": 3}, fallbacks={"old": 1, "new": 4})
-    expected = Counters(decode_steps=5, base_forwards={"extend": 1}, fallbacks={"new": 4})
-    assert after - before == expected
+    read = parse_counters(METRICS)
+    given = {"decode_steps": 5, "plan_seconds": 0.25, "base_forwards": {"extend": 3}}
+    assert read == Counters(**given, fallbacks={'a layer with, "quotes"': 1})
+    before = Counters(decode_steps=2, base_forwards={"extend": 2}, fallbacks=read.fallbacks)
+    expected = Counters(decode_steps=3, plan_seconds=0.25, base_forwards={"extend": 1})
+    assert read - before == expected
 
 
 def test_equal_parameters_give_equal_files_and_others_replace_them(tmp_path: Path) -> None:
@@ -161,9 +160,48 @@ def test_equal_parameters_give_equal_files_and_others_replace_them(tmp_path: Pat
     kept.write_text("{}")
     for change in ({"seed": 1}, {"dtype": "bfloat16"}):
         make_model(tmp_path / "a", **SMALL | change)
-        assert weights[0].read_bytes() != weights[1].read_bytes()
-    assert kept.read_text() == "{}"
+        assert weights[0].read_bytes() != weights[1].read_bytes() and kept.read_text() == "{}"
     for wrong in ({"q_heads": 3}, {"head_dim": 33}):
         with pytest.raises(ValueError, match=str(*wrong.values())):
             make_model(tmp_path / "c", **SMALL | wrong)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_server_may_listen_on_a_port_that_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again to another process, nor while another server listens on it."""
+    port = reserve_port()
+    code = (
+        "import random; from sglang_pat.demo.server import reserve_port\n"
+        f"random.sample = lambda population, k: [{port}]\n"
+        "reserve_port()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert ended.returncode == 1 and "end servers, and try again" in ended.stderr
+    with socket.create_server(("127.0.0.1", port)) as server:  # sets SO_REUSEADDR
+        socket.create_connection(server.getsockname(), timeout=5).close()
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            taken = [port, stranger.getsockname()[1]]
+            monkeypatch.setattr(random, "sample", lambda population, k: taken)
+            with pytest.raises(OSError, match="all in use"):
+                reserve_port()
+
+
+def test_the_slower_of_two_processes_takes_the_others_folder(
+    tmp_path: Path, smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That answers: tests/commands/test_examples.py."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, convert = tmp_path / "sglang_pat" / smollm2_folder.name, smollm2._convert
+
+    def overtaken(source: Path, made: Path) -> None:
+        convert(source, made)
+        copytree(made, folder)
+
+    monkeypatch.setattr(smollm2, "_convert", overtaken)
+    assert smollm2.model_folder() == smollm2.model_folder() == folder  # once it is there
+    assert [*folder.parent.iterdir()] == [folder]  # nothing half made stays
+    made, known = (
+        {file.name: file.stat().st_size for file in each.iterdir()}
+        for each in (folder, smollm2_folder)
+    )
+    assert made == known

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sglang-pat doctor``, in an environment where all is well and in broken ones."""
+"""``sglang-pat doctor``, in an environment where all is well and in broken ones; the help of every
+program; and wrong usage, which is named in one line."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +18,16 @@ import pytest
 from kit import forks
 from kit import models as kit_models
 
-from sglang_pat import doctor
+import sglang_pat
+from sglang_pat import cli, doctor
 
 
-def _run(
-    folder: Path, *args: str, fork: bool = False, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Run it outside the checkout, without the settings of the shell that runs the tests. ``fork``:
-    of a process that has imported SGLang, so not for settings that are read by an import."""
-    dropped = ("SGLANG_PLATFORM", "SGLANG_PLUGINS")
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in dropped and not name.startswith("SGLANG_PAT_")
-    }
-    if fork:
-        command = ["sglang_pat", "doctor", *args]
-        return forks.run(command, env=kept | env, cwd=folder, timeout=300)
-    return subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "doctor", *args],
-        cwd=folder,
-        env=kept | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def _run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run it outside the checkout, without the settings of the shell that runs the tests, in a fork
+    of a process that has imported SGLang."""
+    names = ("SGLANG_PLATFORM", "SGLANG_PLUGINS", "SGLANG_PAT_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    return forks.run(["sglang_pat", "doctor", *args], env=kept | env, cwd=folder, timeout=300)
 
 
 def _says(run: subprocess.CompletedProcess[str], *said: tuple[str, str]) -> None:
@@ -55,7 +44,6 @@ def test_a_good_environment(tmp_path: Path) -> None:
     _says(
         run,
         ("SGLang ", doctor.SUPPORTED_SGLANG),
-        ("sglang_pat ", "_C."),
         ("settings ", "policy=default"),
         ("entry point pat ", "sglang_pat.srt.plugin:register"),
         ("entry point pat_cpu ", "sglang_pat.srt.platform:activate"),
@@ -64,60 +52,46 @@ def test_a_good_environment(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
+    """A served model's server asked about has a GPU."""
+    served = str(kit_models.write_config(tmp_path / "served", kit_models.GEMMA2))
+    flags = ("--gpu", "H100", "--max-running-requests", "64")
+    run = _run(tmp_path, "--model", served, *flags)
+    assert run.returncode == 0 and "--device cpu" not in run.stdout, run.stdout + run.stderr
+    assert run.stdout.endswith("\nserved in part.\n")
+    layers = ("layers of SGLang ", "2 (0, 2): a sliding window")
+    _says(run, ("layers of pat ", "2 (1, 3)"), layers)
+    refused = str(kit_models.write_config(tmp_path / "refused", kit_models.DEEPSEEK))
+    run = _run(tmp_path, "--model", refused)
+    assert run.returncode == 1 and run.stdout.endswith("\nrefused.\n"), run.stdout + run.stderr
+    _says(run, ("refused ", "uses MLA"))
+
+
 @pytest.mark.parametrize(
-    ("config", "flags", "policy", "said", "ends"),
+    ("model", "gpu", "said"),
     [
-        (
-            kit_models.GEMMA2,
-            ("--gpu", "H100", "--max-running-requests", "64"),
-            "default",
-            [("layers of pat ", "2 (1, 3)"), ("layers of SGLang ", "2 (0, 2): a sliding window")],
-            "served in part",
-        ),
-        (kit_models.DEEPSEEK, (), "default", [("refused ", "uses MLA")], "refused"),
-        # A wrong option of a served model, which is not judged then.
-        (kit_models.LLAMA, (), "clever", [("settings ", "POLICY=clever")], "1 to repair"),
+        ("/no/such/model", "H100", "--model /no/such/model: there is no such folder"),
+        ("name", "H900", "--gpu 'H900' is not known; the GPUs are"),
     ],
-    ids=["part", "refused", "option"],
 )
-def test_a_model_and_flags_are_judged_without_weights(
-    config: dict[str, Any],
-    flags: tuple[str, ...],
-    policy: str,
-    said: list[tuple[str, str]],
-    ends: str,
-    tmp_path: Path,
-) -> None:
-    model = str(kit_models.write_config(tmp_path / "model", config))
-    run = _run(tmp_path, "--model", model, *flags, fork=True, SGLANG_PAT_POLICY=policy)
-    assert run.returncode == (ends != "served in part"), run.stdout + run.stderr
-    assert run.stdout.endswith(f"\n{ends}.\n")
-    _says(run, *said)
-    assert ("BLOCK" in run.stdout) == (policy == "clever")
-    # The server asked about has a GPU; and where something is to repair, no model is judged.
-    assert "--device cpu" not in run.stdout or not flags
-    assert "layers" not in run.stdout or policy == "default"
-
-
 def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str,
+    gpu: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def never(**_: Any) -> Any:
-        raise AssertionError("SGLang was looked at")
-
-    monkeypatch.setattr(doctor, "examine", never)
-    question = ["--model-path", "/no/such/model"]
-    assert doctor.run_doctor(question=question, gpu="H100") == 2
-    assert "--model /no/such/model: there is no such folder" in capsys.readouterr().err
-    assert doctor.run_doctor(question=["--model-path", "name"], gpu="H900") == 2
-    assert "--gpu 'H900' is not known; the GPUs are" in capsys.readouterr().err
+    monkeypatch.delattr(doctor, "examine")
+    assert doctor.run_doctor(question=["--model-path", model], gpu=gpu) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_everything_wrong_at_once_is_all_named(tmp_path: Path) -> None:
+def test_everything_wrong_at_once_is_all_named_and_no_model_is_judged(tmp_path: Path) -> None:
     graph = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
-    run = _run(tmp_path, fork=True, **wrong)
-    assert run.returncode == 1, run.stdout + run.stderr
+    model = str(kit_models.write_config(tmp_path / "model", kit_models.LLAMA))
+    run = _run(tmp_path, "--model", model, **wrong)
+    assert run.returncode == 1 and "layers" not in run.stdout, run.stdout + run.stderr
     blocking = dict(re.findall(r"^BLOCK +(\S+) +(.*)$", run.stdout, re.M))
     assert blocking.keys() == {"settings", "SGLANG_PLUGINS", graph, "registration", "interface"}
     assert "-> add pat to it: SGLANG_PLUGINS=other,pat\n" in run.stdout
@@ -172,3 +146,66 @@ def test_a_foreign_sglang_is_a_finding_not_a_traceback() -> None:
 
     first, second = doctor._guarded("interface", check)
     assert (first.status, second.status) == ("ok", "block") and "ForwardBatch" in second.found
+
+
+PACKAGE = Path(sglang_pat.__file__).parent
+ROOT = Path(__file__).parents[2]
+
+
+def _programs() -> Iterator[Path]:
+    """Files that are run by themselves and parse arguments."""
+    beside = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    for path in sorted([*PACKAGE.rglob("*.py"), *beside]):
+        source = path.read_text()
+        if '__name__ == "__main__"' in source and ".parse_args(" in source:
+            yield path
+
+
+def test_every_program_and_command_prints_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A help text with a single % ends --help with a traceback."""
+    programs: list[tuple[Any, ...]] = [(each,) for each in _programs()]
+    for command in ("demo", "doctor", "explain", "estimate"):
+        programs.append((PACKAGE / "__main__.py", command))
+    for program, *given in programs:
+        monkeypatch.setattr(sys, "argv", [str(program), *given, "--help"])
+        monkeypatch.syspath_prepend(str(program.parent))  # as for a script
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(program), run_name="__main__")
+        assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: "), program
+
+
+def test_a_native_module_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    """As in a checkout, whose folder has the sources only and comes first on the path."""
+    shutil.copytree(PACKAGE, tmp_path / "sglang_pat", ignore=shutil.ignore_patterns("_C.*.so"))
+    run = subprocess.run(
+        [sys.executable, "-m", "sglang_pat", "--version"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("sglang-pat: its native module does not load: No module")
+    assert run.stderr.count("\n") == 1 and "run it outside the folder" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["doctor", "--tp", "2"], "--tp 2: doctor looks at server flags only with --model MODEL"),
+        (["doctor", "--gpu", "H100"], "--gpu: doctor looks at server flags only with --model"),
+        (["explain", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        ([], "the following arguments are required: command"),
+    ],
+)
+def test_wrong_usage_is_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as usage:
+        cli.main(arguments)
+    assert usage.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: sglang-pat") and message in said

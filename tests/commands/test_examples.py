@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server that README's first screen starts, and the programs in ``examples/``, as users run
 them. These ask the first layers of the same model: what it says is nonsense, in a fifth of the
-time, but its tokens, the prompts and what they share are the same."""
+time, but its tokens, the prompts and what they share are the same. Then parts of these programs
+that need no server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kit import forks
-from kit.shell import fresh_shell  # noqa: F401
 
 from sglang_pat import cli
 from sglang_pat.demo.server import Server
@@ -105,16 +110,13 @@ def _run_and_save(name: str, server: Server, folder: Path, factor: float, *args:
     env = os.environ | forks.search_path(EXAMPLES)
     run = forks.run(command, env=env, cwd=folder, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    output = run.stdout
     counted = server.counters() - before
-    shown = dict(re.findall(r"^  (\S.*?)  +([\d,.]+)", output.partition("What was saved")[2], re.M))
-    assert shown["K/V tokens read"] == f"{counted.kv_tokens_read:,}"
-    assert shown["without packing"] == f"{counted.kv_tokens_unpacked:,}"
-    assert shown["of which packed"] == f"{counted.packed_steps:,}"
-    assert 0 < float(shown["ms per output token"]) < 1e3 * float(shown["seconds in all"])
+    saved = run.stdout.partition("What was saved")[2]
+    for number in (counted.kv_tokens_read, counted.kv_tokens_unpacked, counted.packed_steps):
+        assert f" {number:,}" in saved
     assert factor * counted.kv_tokens_read < counted.kv_tokens_unpacked
     assert not counted.fallbacks
-    return output
+    return run.stdout
 
 
 FILES = ("queue.py", "batch.py", "cache.py", "server.py", "client.py")
@@ -169,3 +171,118 @@ def test_support_desk_shares_until_the_time_stands_first(
         named.append(min((int(token.replace(",", "")) for token in found), default=9999))
     assert float(factors[0]) > float(factors[1])
     assert named[1] < 60 < named[0]  # before the rules, and behind them
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the examples importable, as they import each other."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def test_a_users_bound_of_the_pool_counts(tmp_path: Path) -> None:
+    """Of an argument given twice SGLang takes the last; the script's comes first."""
+    stub = tmp_path / "python"
+    stub.write_text(
+        '#!/bin/sh\ncase "$*" in -c*) echo cpu ;; *smollm2) echo /smollm2 ;; *) echo "$@" ;; esac\n'
+    )
+    stub.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    env.pop("PYTHON", None)
+
+    def launch(*args: str) -> str:
+        command = [str(EXAMPLES / "launch.sh"), *args]
+        return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+
+    demo = launch("demo", "--max-total-tokens", "99", "--port", "1")
+    assert "--model-path /smollm2 --device cpu --attention-backend pat" in demo
+    assert launch() == launch("demo")
+    assert demo.index("--max-total-tokens 32768") < demo.index("--max-total-tokens 99 --port 1")
+    assert "--max-total-tokens" not in launch("a/model", "--port", "1")
+
+
+def test_a_server_without_metrics_and_no_server_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from saved import savings
+
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:  # which answers 501
+        Thread(target=server.serve_forever, daemon=True).start()
+        with savings(f"http://127.0.0.1:{server.server_port}"):
+            print("asking")
+        server.shutdown()
+    assert re.search(
+        r"^asking\n\nWhat was saved: unknown, .*/metrics answers 501; .*--enable-metrics\n",
+        capsys.readouterr().out,
+    )
+    said = r"^no server at http://127.0.0.1:1 \("
+    with pytest.raises(SystemExit, match=said), savings("http://127.0.0.1:1"):
+        pass
+
+
+class Client:
+    """An OpenAI client whose chat completions are what ``answer`` makes of a request. ``asked``:
+    the requests."""
+
+    def __init__(self, answer: Any) -> None:
+        async def create(**request: Any) -> Any:
+            self.asked.append(request)
+            return answer(request)
+
+        self.asked: list[dict[str, Any]] = []
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=create))
+
+
+def answers(*messages: Any) -> Any:
+    return SimpleNamespace(choices=[SimpleNamespace(message=each) for each in messages])
+
+
+def test_an_agent_hears_what_its_tools_say_until_it_answers() -> None:
+    from agent_team import ROUNDS, Team
+    from openai.types.chat import ChatCompletionMessageToolCall
+
+    calls = [
+        ChatCompletionMessageToolCall(
+            id=given, type="function", function={"name": "read_file", "arguments": given}
+        )
+        for given in ('{"name": "a.py"}', "not JSON")
+    ]
+    client: Any = Client(lambda _: answers(SimpleNamespace(content=None, tool_calls=calls)))
+    team = Team(client, "m", 8, {"a.py": "one\ntwo\n"})
+    talk = asyncio.run(team.work([{"role": "system", "content": "rules"}], "task"))
+    assert len(client.asked) == ROUNDS
+    first, second = [message["content"] for message in talk if message["role"] == "tool"][:2]
+    assert first == "one\ntwo\n" and second.startswith("error: ")
+    assert talk[-1] == {"role": "assistant", "content": "I came to no result."}
+
+
+def test_a_support_conversation_sends_all_results_in_one_turn() -> None:
+    """Also of calls that are streamed in pieces; max_tokens cuts off the last."""
+    from support_desk import Desk
+
+    def piece(index: int, name: str, tool: str, given: str) -> Any:
+        function = SimpleNamespace(name=tool or None, arguments=given)
+        return SimpleNamespace(index=index, id=name, function=function)
+
+    async def chunks() -> Any:
+        for text, *calls in (
+            ("I look ",),
+            (None, piece(1, "b", "sell", "{")),
+            (None, piece(0, "a", "order", '{"num'), piece(1, "", "", "}")),
+            (None, piece(0, "", "", 'ber": "7"}'), piece(2, "c", "policy", '{"subj')),
+        ):
+            delta = SimpleNamespace(content=text, tool_calls=calls or None)
+            yield SimpleNamespace(choices=[SimpleNamespace(delta=delta)])
+        yield SimpleNamespace(choices=[])  # the usage comes without a choice
+
+    drafts = [SimpleNamespace(content=text) for text in ("a longer draft", " ", "short", None)]
+    client: Any = Client(lambda asked: chunks() if "stream" in asked else answers(*drafts))
+    desk = Desk(client, "m", 8, 4, timestamp_first=False)
+    assert asyncio.run(desk.serve(2)) == "short" and desk.called == 1
+    _, second = client.asked
+    said, *results = second["messages"][2:]
+    assert (said["role"], said["content"], second["n"]) == ("assistant", "I look ", 4)
+    assert said["tool_calls"][0]["function"] == {"name": "order", "arguments": '{"number": "7"}'}
+    assert [(each["tool_call_id"], each["content"]) for each in results] == [
+        ("a", "on its way since Thursday"),
+        ("b", "error: there is no tool sell"),
+    ]

@@ -8,13 +8,10 @@ import pytest
 from sglang_pat.config import PatConfig
 
 
-def test_defaults() -> None:
+def test_options_and_their_defaults() -> None:
     config = PatConfig.from_env({"SGLANG_PLATFORM": "pat_cpu"})
     assert config == PatConfig(check=False, policy="default", workspace_mb=256, min_batch=2)
     assert config.launch == "queue"
-
-
-def test_every_option() -> None:
     options = {"CHECK": "1", "POLICY": "pat", "WORKSPACE_MB": "1024", "MIN_BATCH": "1"}
     options["DUMP"] = "/a"
     config = PatConfig.from_env({f"SGLANG_PAT_{name}": value for name, value in options.items()})

@@ -1,23 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a workspace refuses, and how long its list of slots is; seen without a GPU."""
+"""The workspace: its size, its budget and its floor, what it refuses, and how long its list is;
+seen without a GPU."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import methodcaller
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kit import latents
 from kit.trees import target
 
 from sglang_pat import _C
+from sglang_pat.capacity import MB, ROOM, Capacity, buffer_shapes, fit_workspace, list_tokens_for
+from sglang_pat.config import DEFAULT_MB
+from sglang_pat.planner import plan
+from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
 
-meta = methodcaller("to", "meta")  # the only other device that every machine has
+# Llama 3.1 8B on an H200: what SGLang makes of the defaults.
+DEFAULTS: dict[str, Any] = {
+    "num_q_heads": 32,
+    "head_dim": 128,
+    "pool_requests": 4096,
+    "pool_tokens": 900_000,
+    "largest_graph": 256,
+    "budget": DEFAULT_MB * MB,
+}
+
+
+def fit(**changes: Any) -> Capacity:
+    return fit_workspace(**(DEFAULTS | changes))
+
+
+def target_of(found: Capacity, **changes: Any) -> Target:
+    options: dict[str, Any] = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128} | changes
+    return Target.h200(max_queries=found.max_queries, max_partials=found.max_partials, **options)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_q_heads": 5, "head_dim": 64, "pool_tokens": 100_000_000}]
+)
+def test_the_bytes_are_those_that_are_allocated(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    found, given = fit(**changes), DEFAULTS | changes
+    made: list[torch.Tensor] = []
+    real = torch.empty
+
+    def empty(shape: Any, *, device: Any, **options: Any) -> Any:
+        if shape == 0:  # which device is meant
+            return SimpleNamespace(device=torch.device(device))
+        made.append(real(shape, device="meta", **options))
+        return made[-1]
+
+    monkeypatch.setattr(_C, "decode_cuda", None, raising=False)  # so in a build without CUDA
+    monkeypatch.setattr(_C, "PlanStaging", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "empty", empty)
+    heads = {"num_q_heads": given["num_q_heads"], "num_kv_heads": 1, "head_dim": given["head_dim"]}
+    held = Workspace(target_of(found, **heads), 8192, "cuda:0", list_tokens=found.list_tokens)
+    assert sum(tensor.nbytes for tensor in made) == found.total == held.nbytes
+    assert sorted(tensor.nbytes for tensor in made) == sorted(found.parts.values())
+
+
+def test_every_batch_of_the_pool_is_served() -> None:
+    found = fit()
+    assert found.max_queries == 4096 and not found.over_budget
+    assert found.budget - found.total < 32 * 128 * 4 + 1024  # one more partial does not fit
+    assert fit(pool_requests=300).max_queries == 300
+    assert fit(pool_requests=300, largest_graph=304).max_queries == 304  # padded for its ranks
+    assert fit(pool_requests=1, largest_graph=0).max_queries == 1
+
+
+def test_the_list_is_as_long_as_the_pool_with_room_to_grow() -> None:
+    """Not as requests times context; here 128 prompts of 40,000 tokens with 32 requests each."""
+    pool = 6_000_000  # tokens
+    assert fit(pool_tokens=pool).parts["list"] == 4 * (pool * 5 // 4 + 128 * 4096) <= 32 * MB
+    assert fit(pool_tokens=10**9).parts["list"] == 32 * MB
+    paths = [[(i % 128, 0, 40_000)] for i in range(4096)]
+    made = plan(paths, [40_200] * 4096, target_of(fit()))
+    held = 128 * 40_000 + 4096 * 200  # tokens in the pool
+    assert held < made.list_tokens <= list_tokens_for(held, 4096) < 8 * MB
+
+
+def test_partials_take_what_the_budget_leaves() -> None:
+    found = fit(pool_requests=300)
+    assert found.max_partials == 8 * 300 + 2048 and found.total < found.budget
+    cut = fit(num_q_heads=64, pool_requests=1024)
+    assert 4 * 1024 <= cut.max_partials < 8 * 1024 + 2048 and not cut.over_budget
+    for budget in (1, MB, 30 * MB):
+        least = fit(budget=budget)
+        assert least.over_budget and (least.max_queries, least.max_partials) == (4096, 2048)
 
 
 def test_no_workspace_without_cuda_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +148,7 @@ def batch(num_rows: int, **changes: Callable[[Any], Any]) -> dict[str, torch.Ten
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        *((name, meta, f"{name} is on meta, the workspace on cpu") for name in batch(1)),
+        ("rows", lambda t: t.to("meta"), "rows is on meta, the workspace on cpu"),
         ("req_to_token", lambda t: t[0], "strides (1,), must have 2 dimensions"),
         ("req_to_token", lambda t: t[:, ::2], "(6, 28) and strides (55, 2), must have 2"),
         ("req_to_token", torch.Tensor.long, "is torch.int64, must be int32"),
@@ -88,16 +166,17 @@ def test_wrong_batches_of_a_workspace(
         workspace_of().check_batch(**batch(3, **{name: change}))
 
 
-@pytest.mark.parametrize(("planned", "num_rows"), [(2, 1), (2, 5), (None, 5)])
-def test_batches_of_a_wrong_size(planned: int | None, num_rows: int) -> None:
+def test_batches_of_a_wrong_size() -> None:
     """Smaller than the plan or larger than the buffers; between them there are those that fit, also
     in a table cut to one token, whose stride nothing takes."""
-    for fitting in (2, 4) if planned else (0, 4):
-        given = batch(fitting, req_to_token=lambda t: t[:, ::55])
-        assert workspace_of(planned).check_batch(**given) == fitting
-    message = f"{num_rows}: the loaded plan has {planned or 0} queries and the workspace room for 4"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        workspace_of(planned).check_batch(**batch(num_rows))
+    for planned, fitting, wrong in ((2, (2, 4), (1, 5)), (None, (0, 4), (5,))):
+        for rows in fitting:
+            given = batch(rows, req_to_token=lambda t: t[:, ::55])
+            assert workspace_of(planned).check_batch(**given) == rows
+        for rows in wrong:
+            said = f"{rows}: the loaded plan has {planned or 0} queries and the workspace room"
+            with pytest.raises(ValueError, match=said):
+                workspace_of(planned).check_batch(**batch(rows))
 
 
 def test_a_list_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,3 +198,14 @@ def test_a_list_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         workspace._fitting_list(201)
     assert workspace._fitting_list(100) is held
+
+
+def test_what_a_target_says_of_a_token() -> None:
+    """Of latents K alone is kept, and partials have the dim of V; other head dims that differ have
+    K and V."""
+    made_for = latents.target(16)
+    assert made_for.token_values == latents.K_DIM and made_for.kv_tiles == (64,)
+    room = {name: getattr(made_for, name) for name in ROOM}
+    shape, _ = buffer_shapes(16, made_for.v_head_dim, 1, torch.float32, room)["partials"]
+    assert shape == (1 << 18, 16, latents.V_DIM)
+    assert target(head_dim=192, v_head_dim=128).token_values == 320

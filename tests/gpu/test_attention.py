@@ -30,7 +30,7 @@ from kit.device import (
     target_of,
 )
 from kit.kinds import SMALL, TAILS, halves, items_of
-from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, prefix, shared
+from kit.pieces import DYNAMIC, Branch, Piece, branched, forest, paths_of, shared
 
 from benchmarks.common.forests import Tree
 from sglang_pat.ops import decode
@@ -94,7 +94,7 @@ def test_numbers_of_packed_rows(num_queries: int, head_dim: int, dtypes: Dtypes)
     for length, heads in ((130, (1, 1)), (30, (4, 2))):
         check(on_device(case(shared(num_queries, length), heads, head_dim), *dtypes))
     if num_queries <= 64:
-        branch = by_hand(prefix(num_queries, 70), (2, 2), head_dim=head_dim, tails=TAILS)
+        branch = by_hand(shared(num_queries, 70), (2, 2), head_dim=head_dim, tails=TAILS)
         check(on_device(branch, *dtypes))
 
 
@@ -153,7 +153,7 @@ PLANNED: list[tuple[list[Piece], tuple[int, int], str, str]] = [
         for group in (1, 2, 3, 4, 5, 7, 8, 16)
         for seed, cut in enumerate(("branches", "half_branches", "short_branches"))
     ),
-    (prefix(512, 600), (32, 8), "branches", "num_paired_items"),
+    (shared(512, 600), (32, 8), "branches", "num_paired_items"),
     (halves([700] * 16, (300, 40), 16), (32, 8), "branches", "num_paired_items"),
 ]
 
@@ -266,7 +266,7 @@ def test_a_gpu_that_is_not_the_current_one() -> None:
 def test_a_tail_beyond_its_room_takes_none_of_its_neighbours(branch: bool) -> None:
     """The snapshot cuts it, in the table's width as well; on the host such lengths do not fit the
     plan."""
-    pieces = prefix(4, 100)
+    pieces = shared(4, 100)
     inputs = case(pieces, (8, 2), 128, tails=(30,))
     if branch:
         inputs = replace(inputs, pieces=[Branch(tuple(pieces), room=30)])

@@ -12,7 +12,7 @@ import torch
 from kit.cases import case
 from kit.device import BF16, attend, check, execute, on_device, same, target_of
 from kit.kinds import PAIRED, TAILS, halves, items_of, shared_first
-from kit.pieces import DYNAMIC, Branch, Piece, prefix
+from kit.pieces import DYNAMIC, Branch, Piece, shared
 from kit.plans import paired
 
 from sglang_pat.workspace import Workspace
@@ -24,7 +24,7 @@ def test_lengths(length: int, tails_first: bool) -> None:
     """Of the part that all see, which needs no mask, and of tails that begin inside a tile."""
     for tails in (*((n,) for n in TAILS), TAILS):
         for num_queries in (1, 2, 16):
-            pieces = prefix(num_queries, length)
+            pieces = shared(num_queries, length)
             inputs = case(pieces, (8, 2), 128, tails=tails, seed=length)
             check(on_device(replace(inputs, pieces=[Branch(tuple(pieces), tails_first)]), BF16))
 
@@ -87,7 +87,7 @@ def test_a_query_depends_on_no_other(kind: str, heads: tuple[int, int]) -> None:
     if kind == "paired":
         parts = shared_first(pieces := halves([900], (0,), 8), 8)
     else:
-        parts = [Branch(tuple(pieces := prefix(16, 900)), kind == "tails first")]
+        parts = [Branch(tuple(pieces := shared(16, 900)), kind == "tails first")]
     inputs = on_device(replace(case(pieces, heads, 128, tails=(100,)), pieces=parts), BF16)
     hand = inputs.plan()
     made = paired(hand, 14) if kind == "paired" else hand

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kit.cases import Case, by_hand, case
 from kit.device import BF16, case_of_tree, execute, on_device, target_of
-from kit.pieces import Piece, prefix
+from kit.pieces import Piece, shared
 from kit.plans import HandPlan
 
 from benchmarks.common.forests import Tree
@@ -91,7 +91,7 @@ def hand_plan() -> HandPlan:
 
 def branch_plan() -> HandPlan:
     """Of one branch, a prefix of 100 tokens and six tails, with places for 1636 tokens."""
-    return by_hand(prefix(6, 100), (8, 2), head_dim=128).plan()
+    return by_hand(shared(6, 100), (8, 2), head_dim=128).plan()
 
 
 WIDTH = 125  # of the table

@@ -15,7 +15,7 @@ from kit.cases import random_trees
 from kit.device import BF16, Captured, attend, execute, pieces_of_tree, same
 from kit.kinds import KINDS, TAILS
 from kit.latents import K_DIM, V_DIM, Latents, latents, target
-from kit.pieces import DYNAMIC, Parts, Piece, branched, forest, prefix, shared
+from kit.pieces import DYNAMIC, Parts, Piece, branched, forest, shared
 
 from benchmarks.common.forests import Tree
 from sglang_pat.ops import decode
@@ -123,7 +123,7 @@ def test_branches(heads: int) -> None:
         parts = branched(forest(np.random.default_rng(seed), 40), most)
         check(with_parts(parts, heads, seed=seed))
     for tails in (TAILS, (0,), (1, 200)):
-        check(with_parts(branched(prefix(most, 70), most), heads, tails=tails))
+        check(with_parts(branched(shared(most, 70), most), heads, tails=tails))
 
 
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])

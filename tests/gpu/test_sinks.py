@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention sinks on the GPU: joined once per query head, in every kind of unit and in the merge,
-and read anew at every replay of a graph. tests/core/test_cpu_sinks.py has the CPU executor's."""
+and read anew at every replay of a graph. tests/core/test_cpu_executor.py has the CPU's."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from kit.device import (
     same,
 )
 from kit.kinds import prefixes
-from kit.pieces import Branch, Piece, prefix, shared
+from kit.pieces import Branch, Piece, shared
 
 LENGTH = 1300
 LONG = torch.arange(LENGTH + 300)
@@ -53,7 +53,7 @@ def with_logits(inputs: Case, factors: torch.Tensor) -> Case:
 @MANY_ROWS
 def test_lengths_of_many_tiles(rows: int) -> None:
     for length in (511, 512, 513, 576, 577, 639, 640, 641, 1024, 1100, 1153):
-        pieces = prefix(rows, length)
+        pieces = shared(rows, length)
         check(on_device(case(pieces, (2, 2), 128, seed=length, tails=(0, 7, 65)), BF16))
 
 
@@ -61,7 +61,7 @@ def test_lengths_of_many_tiles(rows: int) -> None:
 @MANY_ROWS
 @pytest.mark.parametrize("kind", FACTORS)
 def test_logits(kind: str, rows: int, dtype: torch.dtype) -> None:
-    inputs = case(prefix(rows, LENGTH), (2, 2), 128, tails=(0, 7, 65))
+    inputs = case(shared(rows, LENGTH), (2, 2), 128, tails=(0, 7, 65))
     factors = FACTORS[kind]
     check(on_device(with_logits(inputs, factors), dtype), summed=10 * float(factors.max()))
 
@@ -71,7 +71,7 @@ def test_logits(kind: str, rows: int, dtype: torch.dtype) -> None:
 def test_logits_of_branches(kind: str, tails_first: bool) -> None:
     """Rows that attend to no token of the first tiles have no reference yet."""
     for tails in ((130,), (0, 1, 250)):
-        parts = prefix(16, 700)
+        parts = shared(16, 700)
         inputs = with_logits(case(parts, (8, 2), 128, tails=tails), FACTORS[kind])
         check(on_device(replace(inputs, pieces=[Branch(tuple(parts), tails_first)]), BF16))
 

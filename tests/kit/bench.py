@@ -50,7 +50,7 @@ def fake_peers(patch: pytest.MonkeyPatch) -> Calls:
 
     def attend(q: Any, k: Any, v: Any, **call: Any) -> Any:
         """FA3's LSE is a natural logarithm, its causal mask ends with a sequence's last row."""
-        calls.append({"call": "attend", "q": q, **call})
+        calls.append({"call": "attend", **call})
         descales = [call.get(f"{name}_descale", torch.ones(())).flatten()[0] for name in "kv"]
         assert q.dtype == k.dtype == v.dtype and k.shape[1] == 1
         out = torch.empty_like(q, dtype=torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
@@ -84,7 +84,8 @@ def fake_peers(patch: pytest.MonkeyPatch) -> Calls:
         """FlashInfer's wrappers; ``plan`` of a decode step lacks the rows of each query."""
 
         def __init__(self, workspace: torch.Tensor, layout: str, **options: Any) -> None:
-            calls.append({"call": "made", "layout": layout, **options})
+            assert layout == "NHD"
+            calls.append({"call": "made", **options})
 
         def plan(self, *given: Any, **options: Any) -> None:
             tensors = [each for each in given if isinstance(each, torch.Tensor)]
@@ -92,13 +93,13 @@ def fake_peers(patch: pytest.MonkeyPatch) -> Calls:
             firsts = tensors[0] if len(tensors) == 4 else torch.arange(len(begins))
             assert {each.dtype for each in tensors} == {torch.int32}
             assert last.tolist() == [1] * (len(begins) - 1) and len(slots) == begins[-1]
-            calls.append({"call": "plan", "shape": given[len(tensors) :], "slots": slots})
-            calls[-1] |= {"begins": begins, **options}
+            assert options.get("causal", False) is (len(tensors) == 4)
+            calls.append({"call": "plan", "shape": given[len(tensors) :], **options})
             self.sequences = list(zip(*map(pairwise, (firsts.tolist(), begins.tolist()))))  # noqa: B905
             self.slots, self.scale = slots, options["sm_scale"]
 
         def run(self, q: Any, pages: Any, *, out: Any, **scales: float) -> None:
-            calls.append({"call": "run", "q": q, "pages": pages, **scales})
+            calls.append({"call": "run", **scales})
             k, v = (cache.squeeze(1) for cache in pages)
             for (first, end), (begin, stop) in self.sequences:
                 table, drafts = self.slots[None, begin:stop], end - first

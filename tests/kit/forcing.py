@@ -57,37 +57,6 @@ def unbias(logprob: float) -> float:
     return -math.log1p(-math.expm1(logprob) / math.exp(logprob) * math.exp(BIAS))
 
 
-def forced_logprobs(answer: dict[str, Any], forced: list[int]) -> list[float]:
-    """Log-probabilities of the ``forced`` tokens, from the answer of ``/generate``.
-
-    NaN for a token that was not taken: it lost by more than BIAS, and so do the ones after it,
-    whose context is another one.
-    """
-    logprobs: list[float] = []
-    for (logprob, token, _), wanted in zip(
-        answer["meta_info"]["output_token_logprobs"], forced, strict=True
-    ):
-        if token != wanted or logprob is None:
-            break
-        logprobs.append(unbias(logprob))
-    return logprobs + [math.nan] * (len(forced) - len(logprobs))
-
-
-def request(prompt: list[int], forced: list[int]) -> dict[str, Any]:
-    """Body for ``/generate`` that continues ``prompt`` with the ``forced`` tokens."""
-    return {
-        "input_ids": prompt,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": len(forced),
-            "ignore_eos": True,
-            "custom_params": {"forced": forced},
-        },
-        "return_logprob": True,
-        "custom_logit_processor": ForceTokens.to_str(),
-    }
-
-
 def force_all(
     ask: Callable[[dict[str, Any]], dict[str, Any]],
     prompts: Sequence[Sequence[int]],
@@ -96,13 +65,26 @@ def force_all(
 ) -> list[list[float]]:
     """Log-probabilities of the tokens of ``texts``, one text to each prompt, all decoded at once.
 
-    NaN as for ``forced_logprobs``. ``ask`` posts a body to ``/generate``, from several threads;
+    NaN for a token that was not taken: it lost by more than BIAS, and so do the ones after it,
+    whose context is another one. ``ask`` posts a body to ``/generate``, from several threads;
     ``more``: further fields of the body of each prompt, or nothing.
     """
 
     def force(prompt: Sequence[int], text: Sequence[int], fields: dict[str, Any]) -> list[float]:
-        tokens = list(text)
-        return forced_logprobs(ask(request(list(prompt), tokens) | fields), tokens)
+        sampling = {"temperature": 0, "max_new_tokens": len(text), "ignore_eos": True}
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": sampling | {"custom_params": {"forced": list(text)}},
+            "return_logprob": True,
+            "custom_logit_processor": ForceTokens.to_str(),
+        }
+        taken = ask(body | fields)["meta_info"]["output_token_logprobs"]
+        logprobs: list[float] = []
+        for (logprob, token, _), wanted in zip(taken, text, strict=True):
+            if token != wanted or logprob is None:
+                break
+            logprobs.append(unbias(logprob))
+        return logprobs + [math.nan] * (len(text) - len(logprobs))
 
     if not len(prompts) == len(texts) == len(more or texts):
         raise ValueError(

@@ -82,10 +82,6 @@ def shared(num_queries: int, length: int, splits: int = 1) -> list[Piece]:
     ]
 
 
-def prefix(num_queries: int, length: int) -> list[Piece]:
-    return shared(num_queries, length)
-
-
 def forest(rng: np.random.Generator, num_queries: int, max_splits: int = 3) -> list[Piece]:
     """Pieces of a random forest: groups of queries share a segment, groups in them the next, and
     each query ends with a tail that may be empty. Segments are cut into up to ``max_splits``."""
