@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from kit import forks
-from kit import models as kit_models
+from models.configs import write_config
 
 from sglang_pat import doctor
 
@@ -65,30 +65,30 @@ def test_a_good_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "policy", "said", "ends"),
+    ("architecture", "flags", "policy", "said", "ends"),
     [
         (
-            kit_models.GEMMA2,
+            "Gemma2ForCausalLM",
             ("--gpu", "H100", "--max-running-requests", "64"),
             "default",
-            [("layers of pat ", "2 (1, 3)"), ("layers of SGLang ", "2 (0, 2): a sliding window")],
+            [("layers of pat ", "6 (1, 3, 5,"), ("layers of SGLang ", "10): a sliding window")],
             "served in part",
         ),
-        (kit_models.DEEPSEEK, (), "default", [("refused ", "uses MLA")], "refused"),
+        ("DeepseekV2ForCausalLM", (), "default", [("refused ", "uses MLA")], "refused"),
         # A wrong option of a served model, which is not judged then.
-        (kit_models.LLAMA, (), "clever", [("settings ", "POLICY=clever")], "1 to repair"),
+        ("LlamaForCausalLM", (), "clever", [("settings ", "POLICY=clever")], "1 to repair"),
     ],
     ids=["part", "refused", "option"],
 )
 def test_a_model_and_flags_are_judged_without_weights(
-    config: dict[str, Any],
+    architecture: str,
     flags: tuple[str, ...],
     policy: str,
     said: list[tuple[str, str]],
     ends: str,
     tmp_path: Path,
 ) -> None:
-    model = str(kit_models.write_config(tmp_path / "model", config))
+    model = str(write_config(tmp_path / "model", architecture))
     run = _run(tmp_path, "--model", model, *flags, fork=True, SGLANG_PAT_POLICY=policy)
     assert run.returncode == (ends != "served in part"), run.stdout + run.stderr
     assert run.stdout.endswith(f"\n{ends}.\n")
