@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from kit import forks
-from kit import models as kit_models
+from models.configs import write_config
 
 import sglang_pat
 from sglang_pat import cli, doctor
@@ -54,14 +54,14 @@ def test_a_good_environment(tmp_path: Path) -> None:
 
 def test_a_model_and_flags_are_judged_without_weights(tmp_path: Path) -> None:
     """A served model's server asked about has a GPU."""
-    served = str(kit_models.write_config(tmp_path / "served", kit_models.GEMMA2))
+    served = str(write_config(tmp_path / "served", "Gemma2ForCausalLM"))
     flags = ("--gpu", "H100", "--max-running-requests", "64")
     run = _run(tmp_path, "--model", served, *flags)
     assert run.returncode == 0 and "--device cpu" not in run.stdout, run.stdout + run.stderr
     assert run.stdout.endswith("\nserved in part.\n")
-    layers = ("layers of SGLang ", "2 (0, 2): a sliding window")
-    _says(run, ("layers of pat ", "2 (1, 3)"), layers)
-    refused = str(kit_models.write_config(tmp_path / "refused", kit_models.DEEPSEEK))
+    layers = ("layers of SGLang ", "10): a sliding window")
+    _says(run, ("layers of pat ", "6 (1, 3, 5,"), layers)
+    refused = str(write_config(tmp_path / "refused", "DeepseekV2ForCausalLM"))
     run = _run(tmp_path, "--model", refused)
     assert run.returncode == 1 and run.stdout.endswith("\nrefused.\n"), run.stdout + run.stderr
     _says(run, ("refused ", "uses MLA"))
@@ -89,7 +89,7 @@ def test_a_path_or_gpu_that_is_not_known_is_said_before_sglang_is_imported(
 def test_everything_wrong_at_once_is_all_named_and_no_model_is_judged(tmp_path: Path) -> None:
     graph = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
     wrong = {"SGLANG_PLUGINS": "other", "SGLANG_PAT_POLICY": "clever", graph: "1"}
-    model = str(kit_models.write_config(tmp_path / "model", kit_models.LLAMA))
+    model = str(write_config(tmp_path / "model", "LlamaForCausalLM"))
     run = _run(tmp_path, "--model", model, **wrong)
     assert run.returncode == 1 and "layers" not in run.stdout, run.stdout + run.stderr
     blocking = dict(re.findall(r"^BLOCK +(\S+) +(.*)$", run.stdout, re.M))

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from kit.models import DEEPSEEK, PLAIN
 from sglang_pat.demo.model import QK_SCALE
 
 HIDDEN = 512
@@ -27,12 +26,21 @@ DECAY = (0.02, 0.5)
 LOUDER = {"qwen3_next": 8.0, "qwen3_5": 8.0, "falcon_h1": 16.0, "nemotron_h": 4.0}
 OUTWEIGHS = 10.0  # Gemma's output matrix is its embedding: what the layers add must outweigh that
 
-_PLAIN = PLAIN | {
+_PLAIN: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
     "vocab_size": 2048,  # as serving/workloads.py
     "hidden_size": HIDDEN,
     "intermediate_size": 2 * HIDDEN,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
+    "num_key_value_heads": 2,
     "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
     "pad_token_id": 0,
 }
 _DELTA_NET = _PLAIN | {
@@ -149,7 +157,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": HIDDEN // 2,
         "moe_layer_freq": 1,
-        "rope_scaling": DEEPSEEK["rope_scaling"],
+        "rope_scaling": {  # the only kind that SGLang's DeepSeek has on a CPU
+            "type": "yarn",
+            "factor": 2,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
     },
 }
 # Sinks of the first and the last query head: as great as the greatest of a few hundred logits.
@@ -157,11 +173,6 @@ SINKS = (6.0, 14.0)
 # Families whose norms multiply by 1 + weight, but for the gated norm of linear attention. The
 # others, Falcon-H1, Nemotron-H and Granite, have none of queries and keys.
 _NORMS_FROM_ONE = ("qwen3_next", "qwen3_5", "gemma3")
-
-
-def published(family: str) -> dict[str, Any]:
-    """The fields of a family's config.json."""
-    return {name: value for name, value in FAMILIES[family].items() if name != "class"}
 
 
 def make_hybrid(

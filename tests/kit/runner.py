@@ -4,7 +4,6 @@ a model runner of real attention layers, the rest of it stand-ins. No weights, n
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +38,13 @@ QSA = {
     "indexer_head_dim": 64,
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
+}
+
+# Arguments of a server that speculates.
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
 }
 
 
@@ -152,8 +158,3 @@ def set_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     monkeypatch.setattr(
         "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(attn_tp_size=ranks)
     )
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages that were logged as warnings."""
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

@@ -92,17 +92,6 @@ def shared_tokens(plan: Plan) -> int:
     return int(plan.segments["kv_len"][plan.segments["num_queries"] > 1].sum())
 
 
-def sharing_queries(plan: Plan, start: int | None = None) -> set[int]:
-    """The queries of items that several share; ``start``: of those only that begin there."""
-    begins = plan.segments["kv_start"][plan.item_segments["first_segment"]]
-    return {
-        int(query)
-        for item, begin in zip(plan.items, begins, strict=True)
-        if item["num_queries"] > 1 and start in (None, begin)
-        for query in plan.members["query"][item["member_offset"] :][: item["num_queries"]]
-    }
-
-
 def count_calls(monkeypatch: pytest.MonkeyPatch, method: str) -> list[None]:
     """A list that grows by one with every call of this method of ``RadixView``."""
     calls: list[None] = []

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json of every decoder architecture that SGLang has, as far as it can be made up: the
 defaults of the configuration's class in SGLang or transformers, with fewer layers. Widths and heads
-stay, as nothing is allocated, or are a released model's."""
+stay, as nothing is allocated, or are a released model's. For ``make test-models``, and for tests
+that need a model of some kind without weights (``write_config``)."""
 
 from __future__ import annotations
 
 import json
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
-
-from kit.models import of_its_own
 
 LAYERS = 12  # enough for every pattern of layers
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth")
@@ -74,11 +74,36 @@ class Part(NamedTuple):
     changes: dict[str, Any] = {}  # noqa: RUF012
 
 
+class _Fields(dict[str, Any]):
+    """A part of a configuration of a class that is not here."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def of_its_own(stem: str) -> dict[str, Any]:
+    """A model whose configuration neither transformers nor SGLang has: it brings its own code, in
+    place of which its fields are taken as they are, and its parts by their own types."""
+    from transformers import AutoConfig, LlamaConfig
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        for name, part in kwargs.items():
+            if name.endswith("_config") and isinstance(part, dict) and "model_type" in part:
+                kwargs[name] = AutoConfig.for_model(**part)
+            elif name.endswith("_configs"):  # of the layers
+                kwargs[name] = json.loads(json.dumps(part), object_hook=_Fields)
+        LlamaConfig.__post_init__(self, **kwargs)
+
+    members = {"model_type": "of_its_own", "__post_init__": __post_init__}
+    AutoConfig.register("of_its_own", type("OfItsOwn", (LlamaConfig,), members), exist_ok=True)
+    return {"architectures": [stem], "model_type": "of_its_own"} | _OWN_USUAL | _OWN
+
+
 def base_of(stem: str) -> dict[str, Any]:
     """A small configuration of the class of that stem; the fields of ``_OWN`` without a class."""
-    if stem in _classes():
-        return shrunk(defaults_of(stem))
-    return of_its_own(stem) | _OWN
+    return shrunk(defaults_of(stem)) if stem in _classes() else of_its_own(stem)
 
 
 def defaults_of(name: str, **arguments: Any) -> dict[str, Any]:
@@ -99,6 +124,8 @@ _USUAL: dict[str, Any] = {"pad_token_id": 0, "hidden_act": "silu", "moe_layer_fr
 _OWN = {"hidden_size": 4096, "intermediate_size": 1024, "num_hidden_layers": LAYERS,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
     "tie_word_embeddings": False, "vocab_size": 1024}
+_OWN_USUAL = {"torch_dtype": "bfloat16", "max_position_embeddings": 8192, "hidden_act": "silu",
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "bos_token_id": 0, "eos_token_id": 0}
 # Of kinds of models.
 _TOWER = {"model_type": "tower"}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 1,
@@ -350,3 +377,11 @@ def config_of(architecture: str) -> dict[str, Any]:
         config["vision_config"].setdefault("in_chans", 3)
     named = changes.get("architectures", [architecture])
     return config | {"architectures": named, "torch_dtype": "bfloat16"}
+
+
+def write_config(folder: Path, architecture: str, **changes: Any) -> Path:
+    """Make ``folder`` a model of which there is only config.json; ``changes`` to its fields."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = merged(config_of(architecture), changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kit.models import DEEPSEEK, write_config
+from models.configs import write_config
 
 from sglang_pat.demo.server import ServerError
 
@@ -24,7 +24,8 @@ def test_all_reasons_are_given_in_the_launcher(tmp_path: Path) -> None:
         args=("--load-format", "dummy", "--enable-pdmux"),
         env=(("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1"),),
     )
-    server = ServingServer(write_config(tmp_path / "mla", DEEPSEEK), config, tmp_path)
+    model = write_config(tmp_path / "mla", "DeepseekV2ForCausalLM")
+    server = ServingServer(model, config, tmp_path)
     with pytest.raises(ServerError), server:
         pass
     log = server.text()

@@ -17,130 +17,80 @@ sglang = pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 ADVICE = "read what the backends do with it in decode, then enter it here"
 
-# By verdict and why. ``handled``: pat's decode respects it; ``base``: layers or steps where it
-# matters are served by the base; ``refused``: such a server does not start; ``irrelevant``: no
-# effect on what a decode step computes.
+# By verdict, and where it is not plain why. ``handled``: pat's decode respects it; ``base``: layers
+# or steps where it matters are served by the base; ``refused``: such a server does not start;
+# ``irrelevant``: no effect on what a decode step computes.
 _BY_VERDICT = {
-    "handled": {
-        "index of the layer's K/V in the pool": "layer.layer_id",
-        "factor and cap of the logits, given to ops.decode": "layer.scaling",
-        "tanh capping is the kernel's own": "layer.logit_cap",
-        "the pool divides K/V in fp8_e4m3 by them; K/V of the queries' dtype have none": (
-            "layer.k_scale layer.v_scale"
-        ),
-        "the same on the host; a layer that has one without the other is the base's": (
-            "layer.k_scale_float layer.v_scale_float"
-        ),
-        "the rows that a step's queries read": "runner.req_to_token_pool",
-        "speculative_algorithm says who verifies drafts": "runner.spec_algorithm",
-        "dtype of the queries and, but for fp8_e4m3, the cache": "runner.dtype",
-        "sizes that plans are made for; layers of others are the base's": (
-            "model_config.head_dim model_config.num_attention_heads model_config.get_num_kv_heads "
-            "model_config.v_head_dim"
-        ),
-        "latents instead of K and V (MLA), read on a Hopper": "model_config.attention_arch",
-        "the longest row, which sizes the workspace": "model_config.context_len",
-        "which kind of forward this is": "batch.forward_mode",
-        "the queries of a step, their rows, lengths and where their K/V go": (
-            "batch.batch_size batch.req_pool_indices batch.seq_lens batch.seq_lens_cpu "
-            "batch.out_cache_loc batch.kv_loc_plan"
-        ),
-        "a verify step of chains, else the base's": "batch.spec_info",
-        "heads of this rank": "parallel.attn_tp_size",
-        "padding shares nothing": "parallel.attn_dp_enabled",
-        "chains and trees of draft tokens; the rest is the base's (support.SPECULATION)": (
-            "spec.speculative_algorithm spec.speculative_eagle_topk "
-            "spec.speculative_num_draft_tokens spec.speculative_num_steps"
-        ),
-    },
-    "base": {
-        "capping by anything but tanh": "layer.logit_capping_method",
-        "heads other than those that are planned for": (
-            "layer.tp_q_head_num layer.tp_k_head_num layer.tp_v_head_num"
-        ),
-        "a head dim that no kernel has, that is not planned for or that the GPU has no room for": (
-            "layer.qk_head_dim layer.head_dim layer.v_head_dim"
-        ),
-        "a window over the last tokens": "layer.sliding_window_size",
-        "attention within chunks (Llama 4)": "layer.use_irope",
-        "a temperature by position (Grok)": "layer.xai_temperature_len",
-        "the encoder's K/V": "layer.is_cross_attention",
-        "bidirectional layers": "layer.attn_type",
-        "its layers carry use_irope": (
-            "runner.attention_chunk_size model_config.is_local_attention_model"
-        ),
-        "its layers carry their windows": "runner.sliding_window_size",
-        "layers whose K/V are in the sliding-window pool": "runner.token_to_kv_pool",
-        "drafts run on SGLang's own backend": (
-            "runner.is_draft_worker batch.kv_loc_cols schedule.page_size "
-            "envs.SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR"
-        ),
-        "layers that only encode, of which each has its attn_type": "runner.model",
-        "such batches are the base's": "batch.encoder_lens",
-        "only layers with a temperature by position read them": "batch.positions",
-        "diffusion models decode by extend": "exec.dllm.dllm_algorithm",
-    },
-    "refused": {
-        "a window that stands in no layer (UnlimitedOCR)": "runner.prefill_aware_swa",
-        "virtual slot ids": "runner.kv_index_translator",
-        "other than the model's or fp8_e4m3": "runner.kv_cache_dtype",
-        "quantized K/V, see support.Server.quantized": "runner.kv_cache_dtype_str",
-        "a device without an executor": "runner.device",
-        "rows shifted by the encoder's tokens": "model_config.is_encoder_decoder",
-        "only pools with virtual slot ids ask": "batch.out_cache_loc_is_physical",
-        "encoder-decoder models only": "batch.cross_attention_custom_mask",
-        "a rank that holds part of each sequence": (
-            "batch.dcp_kv_mask parallel.attn_cp_size parallel.attn_dcp_rank "
-            "parallel.attn_dcp_size parallel.dcp_group parallel.enable_prefill_cp"
-        ),
-        "packing depends on the batch": "exec.deterministic.enable_deterministic_inference",
-    },
-    "irrelevant": {
-        "slots are read one by one, in pages or not": "runner.page_size",
-        "sizes buffers of the base or names it": (
-            "runner.decode_num_tokens_per_req runner.gpu_id runner.decode_attention_backend_str "
-            "runner.prefill_attention_backend_str runner.token_to_kv_pool_allocator "
-            "runner.max_running_requests"
-        ),
-        "sizes buffers of the base, or speeds it up; the layer's own values count": (
-            "model_config.get_max_num_attention_heads model_config.swa_v_head_dim "
-            "hf_text_config.attn_logit_softcapping hf_text_config.num_attention_heads "
-            "hf_config.architectures"
-        ),
-        "prefill only": (
-            "model_config.is_multimodal batch.extend_prefix_lens batch.extend_prefix_lens_cpu "
-            "batch.extend_seq_lens batch.extend_seq_lens_cpu batch.input_ids "
-            "batch.multi_item_delimiter_indices batch._attn_output "
-            "batch._triton_dense_fp8_output_dtype exec.features.enable_mis "
-            "memory.disable_radix_cache model.is_embedding schedule.chunked_prefill_size "
-            "envs.SGLANG_FLASHINFER_USE_PAGED envs.SGLANG_TRITON_DENSE_PREFILL_ATTN "
-            "envs.SGLANG_TRITON_FP8_PREFILL_ATTN batch.extend_num_tokens batch.extend_start_loc "
-            "batch.spec_algorithm envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR "
-            # of chunked prefixes and of MLA
-            "batch.attn_attend_prefix_cache batch.fused_prefix_k batch.fused_prefix_v "
-            "batch.mha_empty_kv_indptr batch.mha_one_shot batch.mha_return_lse "
-            "batch.prefix_chunk_cu_seq_lens batch.prefix_chunk_idx "
-            "batch.prefix_chunk_max_seq_lens batch.prefix_dense_kv_indices "
-            "schedule.disable_chunked_prefix_cache"
-        ),
-        "sizes the base's lists of indices": "batch.seq_lens_sum",
-        "how the base splits its work, sizes its buffers or picks its kernels": (
-            "exec.kernel.enable_lean_attention exec.kernel.triton_attention_num_kv_splits "
-            "exec.kernel.triton_attention_split_tile_size envs.SGLANG_DISABLE_LEAN_ATTENTION "
-            "envs.SGLANG_ENABLE_SPLITKV_VERIFY envs.SGLANG_FLASHINFER_WORKSPACE_SIZE "
-            "envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN platform.is_sm100 platform.is_sm120 "
-            "platform.is_sm90 envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS "
-            "exec.graph.cuda_graph_config.decode.max_bs schedule.max_prefill_tokens "
-            "envs.SGLANG_ENABLE_TORCH_COMPILE"
-        ),
-        "leaves out blocks of small weight; pat's decode computes all of them": (
-            "envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR"
-        ),
-    },
+    "handled": """
+        layer.layer_id layer.scaling layer.logit_cap
+        layer.k_scale layer.v_scale layer.k_scale_float layer.v_scale_float
+        runner.req_to_token_pool runner.spec_algorithm runner.dtype
+        model_config.head_dim model_config.num_attention_heads model_config.get_num_kv_heads
+        model_config.v_head_dim model_config.attention_arch model_config.context_len
+        batch.forward_mode batch.batch_size batch.req_pool_indices batch.seq_lens
+        batch.seq_lens_cpu batch.out_cache_loc batch.kv_loc_plan batch.spec_info
+        parallel.attn_tp_size parallel.attn_dp_enabled
+        spec.speculative_algorithm spec.speculative_eagle_topk
+        spec.speculative_num_draft_tokens spec.speculative_num_steps
+    """,
+    # Most are of a layer. The runner's windows and chunks are its layers' too, its pool has a part
+    # for those with windows, and its model layers that only encode. The next are of drafts, which
+    # run on SGLang's own backend. Positions count where a temperature does.
+    "base": """
+        layer.logit_capping_method layer.tp_q_head_num layer.tp_k_head_num layer.tp_v_head_num
+        layer.qk_head_dim layer.head_dim layer.v_head_dim layer.sliding_window_size
+        layer.use_irope layer.xai_temperature_len layer.is_cross_attention layer.attn_type
+        runner.attention_chunk_size model_config.is_local_attention_model
+        runner.sliding_window_size runner.token_to_kv_pool runner.model
+        runner.is_draft_worker batch.kv_loc_cols schedule.page_size
+        envs.SGLANG_OPT_FLASHINFER_DRAFT_HOST_INDPTR
+        batch.encoder_lens batch.positions exec.dllm.dllm_algorithm
+    """,
+    # A window that stands in no layer (UnlimitedOCR); virtual slot ids; dtypes and quantized K/V;
+    # a device without an executor; encoder-decoder models; ranks that hold part of each sequence.
+    "refused": """
+        runner.prefill_aware_swa runner.kv_index_translator batch.out_cache_loc_is_physical
+        runner.kv_cache_dtype runner.kv_cache_dtype_str runner.device
+        model_config.is_encoder_decoder batch.cross_attention_custom_mask
+        batch.dcp_kv_mask parallel.attn_cp_size parallel.attn_dcp_rank parallel.attn_dcp_size
+        parallel.dcp_group parallel.enable_prefill_cp
+        exec.deterministic.enable_deterministic_inference
+    """,
+    # Pages do not count, as slots are read one by one. What sizes buffers of the base or names it;
+    # of prefill alone, chunked prefixes and MLA's among it; how the base splits its work or picks
+    # its kernels, and the blocks of small weight that it leaves out: pat computes all.
+    "irrelevant": """
+        runner.page_size
+        runner.decode_num_tokens_per_req runner.gpu_id runner.decode_attention_backend_str
+        runner.prefill_attention_backend_str runner.token_to_kv_pool_allocator
+        runner.max_running_requests model_config.get_max_num_attention_heads
+        model_config.swa_v_head_dim hf_text_config.attn_logit_softcapping
+        hf_text_config.num_attention_heads hf_config.architectures batch.seq_lens_sum
+
+        model_config.is_multimodal batch.extend_prefix_lens batch.extend_prefix_lens_cpu
+        batch.extend_seq_lens batch.extend_seq_lens_cpu batch.input_ids
+        batch.multi_item_delimiter_indices batch._attn_output batch._triton_dense_fp8_output_dtype
+        exec.features.enable_mis memory.disable_radix_cache model.is_embedding
+        schedule.chunked_prefill_size envs.SGLANG_FLASHINFER_USE_PAGED
+        envs.SGLANG_TRITON_DENSE_PREFILL_ATTN envs.SGLANG_TRITON_FP8_PREFILL_ATTN
+        batch.extend_num_tokens batch.extend_start_loc batch.spec_algorithm
+        envs.SGLANG_SKIP_SOFTMAX_PREFILL_THRESHOLD_SCALE_FACTOR
+        batch.attn_attend_prefix_cache batch.fused_prefix_k batch.fused_prefix_v
+        batch.mha_empty_kv_indptr batch.mha_one_shot batch.mha_return_lse
+        batch.prefix_chunk_cu_seq_lens batch.prefix_chunk_idx batch.prefix_chunk_max_seq_lens
+        batch.prefix_dense_kv_indices schedule.disable_chunked_prefix_cache
+
+        exec.kernel.enable_lean_attention exec.kernel.triton_attention_num_kv_splits
+        exec.kernel.triton_attention_split_tile_size envs.SGLANG_DISABLE_LEAN_ATTENTION
+        envs.SGLANG_ENABLE_SPLITKV_VERIFY envs.SGLANG_FLASHINFER_WORKSPACE_SIZE
+        envs.SGLANG_OPT_FLASHINFER_VERIFY_HOST_PLAN platform.is_sm100 platform.is_sm120
+        platform.is_sm90 envs.SGLANG_TRTLLM_MHA_DECODE_SEQ_LEN_SPLITS
+        exec.graph.cuda_graph_config.decode.max_bs schedule.max_prefill_tokens
+        envs.SGLANG_ENABLE_TORCH_COMPILE
+        envs.SGLANG_SKIP_SOFTMAX_DECODE_THRESHOLD_SCALE_FACTOR
+    """,
 }
-SEMANTICS = {
-    name for reasons in _BY_VERDICT.values() for names in reasons.values() for name in names.split()
-}
+SEMANTICS = {name for names in _BY_VERDICT.values() for name in names.split()}
 
 # All of these modules is read, prefills and draft workers included.
 HOME = Path(sglang.__path__[0], "srt", "layers", "attention")
@@ -186,15 +136,9 @@ def attributes(tree: ast.AST) -> Iterator[str]:
 
 def _names(node: ast.AST) -> list[str]:
     """["a", "b", "c"] of ``a.b.c``, ["get_exec()", "b"] of ``get_exec().b``; [] of others."""
-    match node:
-        case ast.Name(name):
-            return [name]
-        case ast.Attribute(owner, name):
-            before = _names(owner)
-            return [*before, name] if before else []
-        case ast.Call(ast.Name(name), []):
-            return [f"{name}()"]
-    return []
+    first, *names = ast.unparse(node).split(".")
+    plain = all(name.isidentifier() for name in (first.removesuffix("()"), *names))
+    return [first, *names] if plain else []
 
 
 def _canonical(names: list[str]) -> str:

@@ -13,14 +13,12 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.backend import ASKED, QUERIES, SYSTEM, TARGET, BackendBed
-from kit.steps import retract
+from kit.backend import ASKED, QUERIES, TARGET, BackendBed
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_pat.planner import Planner
 from sglang_pat.slots import SlotMismatch
-from sglang_pat.srt.radix import SETTLE_STEPS
 
 OURS = {0: "", 1: ""}
 PRE, IN, POST, UNKNOWN = SharedReadEnds
@@ -156,24 +154,17 @@ def test_an_idle_rank_replays_an_empty_plan(bed: BackendBed) -> None:
 
 
 @pytest.mark.parametrize("instead", ["", "served by the base", "extend", "idle"])
-@pytest.mark.parametrize("layers", [[0], [0, 1]], ids=["ours", "one the base's"])
-def test_a_replay_that_nobody_announced_shares_nothing(
-    bed: BackendBed, layers: list[int], instead: str
-) -> None:
+def test_a_replay_that_nobody_announced_shares_nothing(bed: BackendBed, instead: str) -> None:
     """The graph runs our layers in any case, so they get a plan in which each query reads alone:
     not that of a batch that the base served, or that the scheduler announced another after."""
-    bed.step("capture")
-    for layer in layers:
-        bed.layer(layer, window=8 if layer else -1)
-    bed.capture(2)
-    asked = [] if layers == [0] else REPLAY
-    assert bed.step() == asked and bed.plan.num_shared_items > 0
+    bed.capture(0, 2)
+    assert bed.step() == [] and bed.plan.num_shared_items > 0
     if instead == "served by the base":
         bed.step(spec_info=object())
     elif instead:
         bed.announce(ForwardMode.DECODE)
         bed.announce(ForwardMode[instead.upper()])
-    assert bed.step(announced=False, padding=2) == asked
+    assert bed.step(announced=False, padding=2) == []
     assert (bed.plan.num_queries, bed.plan.num_shared_items) == (QUERIES, 0)
     assert bed.stats.fallbacks["graph without a batch from the scheduler"] == 1
     assert bed.layer(0) == []
@@ -293,18 +284,15 @@ def test_an_eager_batch_beyond_the_workspace_is_left_to_the_base(
         ({"encoder_lens": torch.ones(QUERIES)}, "encoder lengths in the batch"),
     ],
 )
-@pytest.mark.parametrize("requests", [1, QUERIES])
 def test_a_batch_that_is_no_plain_decode_is_left_to_the_base(
-    bed: BackendBed, how: str, fields: dict[str, Any], reason: str, requests: int
+    bed: BackendBed, how: str, fields: dict[str, Any], reason: str
 ) -> None:
     """It comes between steps of ``pat``, and changes neither their plan nor their layers."""
     bed.step("capture")
     assert bed.layer(0) == bed.step("eager") == []
     before = len(bed.executor.plans), len(bed.executor.snapshots)
-    bed.use(bed.all[:requests])
     assert bed.step(how, **fields) == ASKED[how] and bed.layer(0) == ["layer"]
     assert (len(bed.executor.plans), len(bed.executor.snapshots)) == before
-    bed.use(bed.all)
     assert bed.step("eager") == bed.layer(0) == []
     counts = [bed.stats.fallbacks, bed.stats.base_forwards]
     if reason in ("extend", "draft_extend_v2"):
@@ -353,89 +341,53 @@ def test_prefills_made_of_decode_steps_count_as_the_scheduler_meant_them(
 # Batches of fewer rows than ``min_batch``, by default of one: the base's, in graphs and without.
 
 
-class SmallBed(BackendBed):
-    """A test bed on whose server every layer is ours, with the graphs that SGLang captures."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-        super().__init__(monkeypatch, OURS, **options)
-        self.graphs: set[int] = set()
-
-    def prepare(self, how: str, reqs: list[Any], rows: int = 0, **options: Any) -> list[str]:
-        """Prepare a batch padded to ``rows``; what the base was asked."""
-        rows = max(rows, len(reqs))
-        if how == "replay" and rows not in self.graphs:
-            self.graphs.add(rows)
-            before = list(self.executor.plans)
-            self.prepare("capture", reqs, rows)
-            self.layers()
-            self.executor.plans[:] = before
-        self.use(reqs)
-        return self.step(how, padding=rows - len(reqs), **options)
-
-    def layers(self) -> list[str]:
-        return [*self.layer(0), *self.layer(1)]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> SmallBed:
-    return SmallBed(monkeypatch)
-
-
 @pytest.mark.parametrize("how", ASKED)
 @pytest.mark.parametrize("min_batch", [1, 2, 4])
 def test_the_threshold_decides_alike_in_capture_replay_and_eager(
     monkeypatch: pytest.MonkeyPatch, how: str, min_batch: int
 ) -> None:
-    """Of a step of the base nothing is planned, read or timed."""
-    for requests in range(1, 5):
-        bed = SmallBed(monkeypatch, min_batch=min_batch)
-        asked = bed.prepare(how, bed.all[:requests])
-        stats = bed.stats
-        if requests < min_batch:
-            assert asked == ASKED[how] and bed.layers() == ["layer", "layer"]
+    """By the rows of a batch, padding included. Of a step of the base nothing is planned, read or
+    timed."""
+    for requests, padding in ((1, 0), (2, 0), (3, 0), (4, 0), (1, 3)):
+        bed = BackendBed(monkeypatch, OURS, min_batch=min_batch)
+        bed.use(bed.all[:requests])
+        if how == "replay":
+            bed.capture(padding)
+            bed.executor.plans.clear()
+            bed.executor.snapshots.clear()
+        asked, stats, steps = bed.step(how, padding=padding), bed.stats, how != "capture"
+        if requests + padding < min_batch:
+            assert asked == ASKED[how] and bed.layer(0) == ["layer"]
             assert not bed.executor.plans and not bed.executor.snapshots
-            assert stats.host_seconds == stats.plans_made == 0
+            assert stats.host_seconds == stats.plans_made == stats.decode_steps == 0
             # A capture is no step.
-            assert stats.base_forwards == ({} if how == "capture" else {"small_batch": 1})
+            assert stats.base_forwards == ({"small_batch": 1} if steps else {})
         else:
-            assert asked == (CAPTURE if how == "capture" else []) and bed.layers() == []
-            assert bed.plan.num_queries == requests and not stats.base_forwards
-        assert stats.decode_steps == (requests >= min_batch and how != "capture")
+            assert asked == ([] if steps else CAPTURE) and bed.layer(0) == []
+            assert bed.plan.num_queries == requests + (0 if how == "replay" else padding)
+            assert stats.decode_steps == steps and not stats.base_forwards
         assert not stats.fallbacks and not stats.base_layers
-    if how != "capture":  # of four rows, whatever it is run for
-        bed = SmallBed(monkeypatch, min_batch=min_batch)
-        assert bed.prepare(how, bed.all[:1], rows=4) == bed.layers() == []
-        assert bed.plan.num_queries == (1 if how == "replay" else 4)
-        assert bed.stats.decode_steps == 1 and not bed.stats.base_forwards
 
 
 @pytest.mark.parametrize("how", ["replay", "eager"])
-def test_two_one_two_runs_no_stale_plan(small: SmallBed, how: str) -> None:
-    first, second, third = small.all[:3]
-    assert small.prepare(how, [first, second]) == small.layers() == []
-    before = small.plan
+def test_two_one_two_runs_no_stale_plan(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    bed = BackendBed(monkeypatch, OURS)
+    first, second, third = bed.all[:3]
+    for reqs in ([first], [first, second]):
+        bed.use(reqs)
+        bed.step("capture")
+        bed.layer(0)
+    assert bed.step(how) == []
+    before = bed.plan
     # The same two: their plan is taken again, and loaded again. Then another pair, and the same in
     # another order.
     for pair in ([first, second], [first, third], [third, first]):
-        assert small.prepare(how, [first]) == ASKED[how] and small.layers() == ["layer", "layer"]
-        assert small.prepare(how, pair) == small.layers() == []
-        assert (small.plan is before) is (second in pair) and small.plan.num_shared_items > 0
-        before = small.plan
-    stats = small.stats
+        bed.use([first])
+        assert bed.step(how) == ASKED[how] and bed.layer(0) == ["layer"]
+        bed.use(pair)
+        assert bed.step(how) == bed.layer(0) == []
+        assert (bed.plan is before) is (second in pair) and bed.plan.num_shared_items > 0
+        before = bed.plan
+    stats = bed.stats
     assert (stats.decode_steps, stats.plans_made, stats.plans_reused) == (4, 3, 1)
     assert stats.packed_steps == 4 and stats.base_forwards == {"small_batch": 3}
-
-
-def test_a_request_that_left_and_came_back_between_single_steps_is_read_again(
-    small: SmallBed,
-) -> None:
-    """Retracted in a step of two, which so became one of one, and prefilled again into its row."""
-    pair = small.all[:2]
-    for _ in range(SETTLE_STEPS + 3):
-        small.prepare("replay", pair)
-    assert small.plan.kv_tokens_read(0) == -SYSTEM
-    retract(small.cache, pair[1:])
-    small.prepare("replay", pair[:1])
-    small.cache.prefill(pair[1:], most=SYSTEM - 50)
-    small.prepare("replay", pair)
-    assert small.plan.kv_tokens_read(0) == 50 - SYSTEM

@@ -224,18 +224,21 @@ TREES = torch.tensor([[0b1, 0b11, 0b101, 0b1101]] * QUERIES)
 
 
 class LatentBed(PoolBed):
-    """``events``: what the pool is asked to write and what the executor runs, in turn."""
+    """``ran``: the queries and options that the executor ran."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, kind: str = "latents", drafts: int = 1, **how: Any
     ) -> None:
         self.heads = heads = 16 if drafts == 1 else 2
         super().__init__(monkeypatch, kind, drafts=drafts, num_q_heads=heads, **OF_LATENTS, **how)
-        self.events: list[tuple[str, Any, Any]] = []
-        for of in (self.pool, self.backend._executor):
-            for name in ("set_kv_buffer", "set_mla_kv_buffer", "decode"):
-                if hasattr(of, name):
-                    self._note(monkeypatch, of, name)
+        self.ran: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        run = self.backend._executor.decode
+
+        def noted(q: torch.Tensor, *given: Any, **options: Any) -> None:
+            self.ran.append((q, options))
+            run(q, *given, **options)
+
+        monkeypatch.setattr(self.backend._executor, "decode", noted)
         self.layer = RadixAttention(heads, K_DIM, SCALE, 1, layer_id=ATTENDS[1], v_head_dim=V_DIM)
         # The module of the same layer that expands latents; SGLang 0.5.23 prefills with it alone.
         of_it = {"layer_id": ATTENDS[1], "v_head_dim": 128}
@@ -245,15 +248,6 @@ class LatentBed(PoolBed):
         self.q = torch.randn(heads, rows, V_DIM).transpose(0, 1)
         self.q_rope = torch.randn(rows, heads, 192)[..., 128:]
         self.k, self.k_rope = torch.randn(rows, 1, V_DIM), torch.randn(rows, 1, K_DIM - V_DIM)
-
-    def _note(self, monkeypatch: pytest.MonkeyPatch, of: Any, name: str) -> None:
-        call = getattr(of, name)
-
-        def noted(*given: Any, **options: Any) -> None:
-            self.events.append((name, given, options))
-            call(*given, **options)
-
-        monkeypatch.setattr(of, name, noted)
 
 
 @pytest.mark.parametrize("kind", ["latents", "hybrid latents"])
@@ -269,26 +263,24 @@ def test_a_layer_writes_its_latents_and_attends(
     trees = TREES if masks == "trees" else None
     bed.prepare(trees)
     q, k = torch.cat([bed.q, bed.q_rope], -1), torch.cat([bed.k, bed.k_rope], -1)
-    given = {"parts": (bed.q, bed.q_rope), "whole": (q, q[..., V_DIM:])}.get(form)
+    written, given = k, (bed.q, bed.q_rope)
     if form == "whole":
+        given = (q, q[..., V_DIM:])
         out = bed.forward(bed.layer, q, k, bed.k)
     elif form == "parts":
-        parts = {"q_rope": bed.q_rope, "k_rope": bed.k_rope}
-        out = bed.forward(bed.layer, bed.q, bed.k, bed.k, **parts)
+        out = bed.forward(bed.layer, bed.q, bed.k, bed.k, q_rope=bed.q_rope, k_rope=bed.k_rope)
     else:
-        flat, rope = (part.flatten(1) for part in (bed.q, bed.q_rope))
-        out = bed.forward(bed.layer, flat, None, None, q_rope=rope, k_rope=None)
-    *writes, (_, ran, options) = bed.events
-    wrote = {"parts": ["set_mla_kv_buffer"], "whole": ["set_kv_buffer"], "flat": []}[form]
-    assert [name for name, _, _ in writes] == wrote
-    for _, (layer, loc, *_), _ in writes:
-        assert layer is bed.layer and loc.loc is bed.slots and loc.physical
-        assert torch.equal(bed.pool.get_key_buffer(layer.layer_id)[bed.slots], k)
+        written = bed.pool.get_key_buffer(ATTENDS[1])[bed.slots]
+        given = tuple(part.flatten(1) for part in given)
+        out = bed.forward(bed.layer, given[0], None, None, q_rope=given[1], k_rope=None)
+    assert torch.equal(bed.pool.get_key_buffer(ATTENDS[1])[bed.slots], written)
+    ((ran, options),) = bed.ran
     # Views of what came, whatever its strides.
-    for found, wanted in zip((ran[0], options["q_rope"]), given or (), strict=given is not None):
-        assert found.data_ptr() == wanted.data_ptr() and found.stride() == wanted.stride()
+    assert [part.data_ptr() for part in (ran, options["q_rope"])] == [
+        part.data_ptr() for part in given
+    ]
     assert (options["k_scale"], options["v_scale"], options["sinks"]) == (1.0, 1.0, None)
-    assert ran[0].shape == bed.q.shape and out.shape == (len(q), bed.heads * V_DIM)
+    assert ran.shape == bed.q.shape and out.shape == (len(q), bed.heads * V_DIM)
     bed.check(out, bed.truth(bed.layer, q, draft_masks=trees))
     assert bed.stats.verify_steps == (drafts > 1)
 
@@ -304,7 +296,7 @@ def test_what_expands_latents_or_gives_more_and_prefills_on_them_are_the_bases(
 
     def leave(layer: Any, q: torch.Tensor, **given: Any) -> None:
         bed.forward(layer, q, None, None, **given)
-        assert bed.backend.calls[-1] == "layer" and not bed.events
+        assert bed.backend.calls[-1] == "layer" and not bed.ran
 
     wide, parts = torch.zeros(len(bed.q), bed.heads * 192), {"q_rope": bed.q_rope}
     if drafts > 1:

@@ -76,21 +76,21 @@ def test_a_verify_step_is_planned_with_its_draft_tokens(bed: VerifyBed, masked: 
     assert bed.plan.num_queries == 1
 
 
-@pytest.mark.parametrize("default", TreeMaskMode)
-@pytest.mark.parametrize("mode", [None, *TreeMaskMode])
-@pytest.mark.parametrize("kind", [SpecInputType.EAGLE_VERIFY, SpecInputType.NGRAM_VERIFY])
-def test_which_masks_have_a_prefix(
-    kind: SpecInputType,
-    mode: TreeMaskMode | None,
-    default: TreeMaskMode,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_which_masks_have_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the buffer for EAGLE's masks if there is one, else by SGLang's default for the device."""
-    monkeypatch.setattr(eagle_utils, "default_tree_mask_mode", lambda: default)
-    buffer = None if mode is None else SimpleNamespace(mode=mode)
-    own = mode is None or kind == SpecInputType.NGRAM_VERIFY
-    found = have_prefix(SimpleNamespace(spec_input_type=kind), buffer)
-    assert found == ((default if own else mode) == TreeMaskMode.FULL_MASK)
+    full, short = TreeMaskMode.FULL_MASK, TreeMaskMode.QLEN_ONLY
+    eagle, ngram = SpecInputType.EAGLE_VERIFY, SpecInputType.NGRAM_VERIFY
+    for kind, mode, default, expected in (
+        (eagle, None, full, True),
+        (eagle, None, short, False),
+        (eagle, full, short, True),
+        (eagle, short, full, False),
+        (ngram, full, short, False),
+        (ngram, short, full, True),
+    ):
+        monkeypatch.setattr(eagle_utils, "default_tree_mask_mode", lambda default=default: default)
+        buffer = None if mode is None else SimpleNamespace(mode=mode)
+        assert have_prefix(SimpleNamespace(spec_input_type=kind), buffer) is expected
 
 
 def test_the_masks_of_each_replay_are_taken(bed: VerifyBed) -> None:

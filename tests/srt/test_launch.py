@@ -13,11 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from kit import models as kit_models
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import make_pool, make_runner
+from models.configs import write_config
 from sglang.srt import platforms
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -27,6 +27,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_pat.srt import hook, launch, stock
 
+DEEPSEEK = "DeepseekV2ForCausalLM"  # MLA
 BY_COMMAND = "--model-path M --attention-backend pat"
 
 
@@ -51,10 +52,10 @@ def hooked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def arguments(tmp_path: Path) -> Any:
     def make(
-        config: dict[str, Any] = kit_models.LLAMA, command: str | None = BY_COMMAND, **fields: Any
+        architecture: str = "LlamaForCausalLM", command: str | None = BY_COMMAND, **fields: Any
     ) -> ServerArgs:
         values = {"device": "cpu", "attention_backend": "pat", "dtype": "float32"} | fields
-        folder = kit_models.write_config(tmp_path / config["model_type"], config)
+        folder = write_config(tmp_path / architecture, architecture)
         args = ServerArgs(**{"model_path": str(folder)} | values)
         args._launch_command = command
         return args
@@ -108,7 +109,7 @@ def test_a_command_ends_with_one_line_for_each_reason_and_a_program_gets_an_exce
     ):
         options = {"enable_pdmux": True, "kv_cache_dtype": "bf16"}
         with pytest.raises(error) as refused:
-            arguments(kit_models.DEEPSEEK, command=command, **options).resolve_once()
+            arguments(DEEPSEEK, command=command, **options).resolve_once()
         named = ("uses MLA", "--kv-cache-dtype", "--enable-pdmux")
         for line, name in zip(str(refused.value).split("\n"), named, strict=True):
             assert line.startswith(PAT) and name in line
@@ -138,6 +139,6 @@ def test_when_the_backend_is_made_all_reasons_are_given_at_once(
     launch.refuse_unsafe(make_runner([], token_to_kv_pool=make_pool(1)))
     monkeypatch.setattr(launch, "foreign_reasons", lambda: ["a class is gone"])
     with pytest.raises(SystemExit, match=r"pat: a class is gone$"):
-        arguments(kit_models.DEEPSEEK).resolve_once()
+        arguments(DEEPSEEK).resolve_once()
     with pytest.raises(RuntimeError, match="a class is gone"):
         launch.refuse_unsafe(None)  # not AttributeError: there is no runner

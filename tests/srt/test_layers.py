@@ -81,18 +81,17 @@ def _against(
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """A GPU of which one block can have ``limit`` bytes of shared memory, an H200 at first."""
-    facts = {"limit": 232_448}
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200, and as device 2 an RTX 4090: by what one block can have of shared memory."""
+    limits = {"cuda": 232_448, "cuda:1": 232_448, "cuda:2": 101_376}
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda _: SimpleNamespace(shared_memory_per_block_optin=facts["limit"]),
+        lambda device: SimpleNamespace(shared_memory_per_block_optin=limits[device]),
     )
     needed = {64: 28_672, 128: 53_248, 256: 102_400}  # as tests/core/test_exported_limits.py checks
     monkeypatch.setattr(_C, "cuda_min_shared_bytes", needed.__getitem__, raising=False)
     set_ranks(monkeypatch, 1)
-    return facts
 
 
 NO_KERNEL = "not both one of (64, 128, 256), nor 576 and 512"
@@ -134,6 +133,9 @@ CPU, GPU, CLIP = "cpu", "cuda:1", {"logit_cap": 30.0, "logit_capping_method": "c
         (CPU, {"dtypes": (E5M2, E5M2)}, "a torch.float8_e5m2 cache under torch.bfloat16 queries"),
         (GPU, {}, ""),
         (GPU, {"dims": (256, 256), "group": 16}, ""),
+        ("cuda:2", {"dims": (128, 128)}, ""),
+        ("cuda:2", {"dims": (256, 256)}, "head dim 256, which needs 102400 bytes of shared memory "
+         "per block where this GPU has 101376"),
         (GPU, {"dims": (96, 96)}, "head dims 96 and 96, " + NO_KERNEL),
         (GPU, {"dims": (128, 64)}, "head dims 128 and 64, " + NO_KERNEL),
         (GPU, {"dims": (512, 512)}, "head dims 512 and 512, " + NO_KERNEL),  # without a rope part
@@ -183,13 +185,6 @@ def test_kv_scales(scales: tuple[Any, ...], on_gpu: str, on_cpu: str) -> None:
     for device, reason in (("cuda", on_gpu), ("cpu", on_cpu)):
         assert _against(device, dtypes=(E4M3, E4M3), **given) == reason
         assert _against(device, **given) == ""
-
-
-def test_head_dim_256_needs_more_shared_memory_than_some_gpus_have(gpu: dict[str, int]) -> None:
-    gpu["limit"] = 101_376  # of an RTX 4090, 3090, L40S or 5090
-    reason = "head dim 256, which needs 102400 bytes of shared memory per block where this GPU has "
-    assert _against("cuda", dims=(256, 256)) == f"{reason}101376"
-    assert _against("cuda", dims=(128, 128)) == _against("cpu", dims=(256, 256)) == ""
 
 
 # Of a loaded model.

@@ -13,15 +13,7 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
-from kit.runner import (
-    E4M3,
-    make_layer,
-    make_pool,
-    make_runner,
-    set_ranks,
-    set_scales,
-    warnings_of,
-)
+from kit.runner import E4M3, NGRAM, make_layer, make_pool, make_runner, set_ranks, set_scales
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -31,11 +23,6 @@ from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin
 STOCK = "stock torch_native"
 WINDOW = {"sliding_window_size": 128}
 IN_E4M3 = {"kv_cache_dtype": E4M3, "token_to_kv_pool": make_pool(2, dtype=E4M3)}
-NGRAM = {
-    "speculative_algorithm": "NGRAM",
-    "speculative_eagle_topk": 1,
-    "speculative_num_draft_tokens": 4,
-}
 
 
 @pytest.fixture
@@ -71,60 +58,45 @@ def bed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Si
 
 
 @pytest.mark.parametrize(
-    ("layers", "changes", "mixin", "packs", "said"),
+    ("layers", "changes", "mixin", "said", "warned"),
     [
-        ([{}, WINDOW], {}, PatDecodeMixin, True,
-         "serves 1 of 2 attention layers (1 with a sliding window), K/V in bfloat16"),
-        ([{}, {}], IN_E4M3, PatDecodeMixin, True,
-         "serves all 2 attention layers, K/V in float8_e4m3fn"),
-        ([{}, {}], {"args": NGRAM}, PatVerifyMixin, True, "serves all 2"),
-        ([{}], {"args": {"disable_radix_cache": True}}, PatDecodeMixin, False, "serves all 1"),
+        ([{}, WINDOW], {}, PatDecodeMixin,
+         "serves 1 of 2 attention layers (1 with a sliding window), K/V in bfloat16", ""),
+        ([{}, {}], IN_E4M3, PatDecodeMixin,
+         "serves all 2 attention layers, K/V in float8_e4m3fn", ""),
+        ([{}, {}], {"args": NGRAM}, PatVerifyMixin, "serves all 2", ""),
+        ([{}], {"args": {"disable_radix_cache": True}}, PatDecodeMixin, "serves all 1",
+         "packs nothing on this server: .*drop --disable-radix-cache"),
+        *(([layer], changes, None, "attention is SGLang's own, torch_native",
+           f"serves nothing on this server: .*{warned}") for layer, changes, warned in (
+            ({}, {"args": {"speculative_algorithm": "DFLASH"}}, "--speculative-algorithm DFLASH"),
+            ({}, {"args": {"max_running_requests": 2}}, "serves batches of 3 or more"),
+            ({}, {"config": {"architecture": "SDARForCausalLM"}}, "1 with attention type encoder"),
+            ({"use_irope": True}, {}, "none of 1 attention layers .1 with chunked attention"),
+        )),
     ],
 )  # fmt: skip
-def test_a_model_with_a_served_layer_extends_the_base(
+def test_a_model_with_a_served_layer_extends_the_base_and_others_are_sglangs(
     layers: list[dict[str, Any]],
     changes: dict[str, Any],
-    mixin: type,
-    packs: bool,
+    mixin: type | None,
     said: str,
-    bed: SimpleNamespace,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    made = [make_layer(index, **each) for index, each in enumerate(layers)]
-    set_scales(made[0], 1.0, 1.0)
-    runner = make_runner(made, **changes)
-    reasons = {index: "a sliding window" if each else "" for index, each in enumerate(layers)}
-    assert bed.make(runner) == ("TorchNativeAttnBackend", mixin, reasons, {"packs": packs})
-    assert bed.checked == [runner] and not bed.reported
-    assert said in caplog.messages[-1]
-    warned = "packs nothing on this server: .*drop --disable-radix-cache"
-    assert [bool(re.search(warned, each)) for each in warnings_of(caplog)] == [True] * (not packs)
-
-
-@pytest.mark.parametrize(
-    ("layer", "changes", "warned"),
-    [
-        ({}, {"args": {"speculative_algorithm": "DFLASH"}}, "under --speculative-algorithm DFLASH"),
-        ({}, {"args": {"max_running_requests": 2}}, "serves batches of 3 or more"),
-        ({}, {"config": {"architecture": "SDARForCausalLM"}}, "(1 with attention type encoder_on"),
-        ({"use_irope": True}, {}, "none of 1 attention layers (1 with chunked attention"),
-    ],
-)
-def test_where_pat_serves_nothing_the_backend_is_sglangs(
-    layer: dict[str, Any],
-    changes: dict[str, Any],
     warned: str,
     bed: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "3")
-    runner = make_runner([make_layer(0, **layer)], **changes)
-    assert bed.make(runner) == STOCK
-    assert bed.checked == [runner] and bed.reported == [False]
-    assert caplog.messages[-1] == "sglang_pat: attention is SGLang's own, torch_native"
-    (warning,) = warnings_of(caplog)
-    assert warned in warning and "serves nothing" in warning
+    made = [make_layer(index, **each) for index, each in enumerate(layers)]
+    set_scales(made[0], 1.0, 1.0)
+    runner = make_runner(made, **changes)
+    reasons = {index: "a sliding window" if each else "" for index, each in enumerate(layers)}
+    ours = ("TorchNativeAttnBackend", mixin, reasons, {"packs": not warned})
+    assert bed.make(runner) == (STOCK if mixin is None else ours)
+    assert bed.checked == [runner] and bed.reported == [False] * (mixin is None)
+    assert said in caplog.messages[-1]
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert [bool(re.search(warned, each)) for each in warnings] == [True] * bool(warned)
 
 
 def test_what_pat_does_not_decode_is_sglangs_without_a_word(

@@ -273,31 +273,32 @@ def test_a_bad_node_raises_and_all_is_read_anew(leaf: Any, error: Any, message: 
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_what_is_read_of_requests(kind: str) -> None:
-    """Those without a node are counted, and rows of another form are refused: they are read at
-    their address."""
-    cache = LiveCache(kind, slots=1000, rows=4, context=64)
-    reqs = [cache.admit([1, 2, 3, 4, own]) for own in range(4)]
-    reqs[1].lock = None
-    reqs[2].kv.cache_protected_len = 0
+    """Those without a node or a row of their own are counted, and rows of another form are refused:
+    they are read at their address."""
+    cache = LiveCache(kind, slots=1000, rows=5, context=64)
+    reqs = [cache.admit([1, 2, 3, 4, own]) for own in range(5)]
     view = RadixView(cache.tree)
     rows = cache.batch(reqs)[0].rows
-    handles = view.read_handles(reqs, rows, 6, 0, anew=True)
+    reqs[1].lock = None
+    reqs[2].kv.cache_protected_len = 0
+    reqs[4].kv.req_pool_idx = None
+    handles = view.read_handles(reqs, rows, 7, 0, anew=True)
     table = np.frombuffer(handles.packed, HANDLE)
     assert table["table_row"].tolist() == rows.tolist()
-    assert (table["node"] == NO_NODE).tolist() == [False, True, False, False]
-    assert table["tokens"].tolist() == [req.kv.cache_protected_len for req in reqs]
-    planner, lens = Planner(TARGET), np.full(6, 9, np.int64)
+    assert (table["node"] == NO_NODE).tolist() == [False, True, False, False, True]
+    assert table["tokens"].tolist() == [5, 5, 0, 5, 0]
+    planner, lens = Planner(TARGET), np.full(7, 9, np.int64)
     _, private = view.plan(planner, reqs, handles, lens)
-    assert private == {"no tree lock": 1, "nothing cached yet": 1}
+    assert private == {"no tree lock": 2, "nothing cached yet": 1}
     shared = [bool(path) for path in planner.last_paths()]
-    assert shared == [True, False, False, True, False, False]
-    with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
+    assert shared == [True, False, False, True, False, False, False]
+    with pytest.raises(ValueError, match="5 requests in a batch of 3 rows"):
         view.plan(planner, reqs, handles, lens[:3])
     for other in (rows.int(), rows.repeat_interleave(2)[::2]):
         with pytest.raises(ValueError, match="must be contiguous int64 on the CPU"):
-            view.read_handles(reqs, other, 4, 0, anew=True)
-    with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
-        view.read_handles(reqs, rows[:3], 4, 0, anew=True)
+            view.read_handles(reqs, other, 5, 0, anew=True)
+    with pytest.raises(ValueError, match="5 requests in a batch of 3 rows"):
+        view.read_handles(reqs, rows[:3], 5, 0, anew=True)
 
 
 @pytest.mark.parametrize("kind", ["rust", "python"])

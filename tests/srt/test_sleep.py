@@ -22,9 +22,8 @@ from sglang_pat.workspace import Workspace
 
 pytest.importorskip("sglang", reason="the memory saver is SGLang's")
 
-from kit.runner import LATENTS
+from kit.runner import LATENTS, make_runner
 from sglang.srt import runtime_context, utils
-from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
@@ -36,40 +35,35 @@ LOST = 0x5A  # what stands in memory that came back
 
 
 class FakeWorkspace(Workspace):
-    """On the CPU, without the kernels: ``load`` notes what it copies."""
+    """On the CPU, without the kernels: ``copied`` are the plans that it was loaded with."""
 
     def __init__(
         self, target: Target, *_: Any, list_tokens: int, region: Any, launch: str, **__: Any
     ) -> None:
         self.device = torch.device("cpu")
-        self.target, self.max_context = target, 64
         self.given_tokens, self.given_launch = list_tokens, launch
         with region():
             names = ("plan", "queue", "row_masks", "list")
             self._buffers = {name: torch.full((64,), LOST, dtype=torch.uint8) for name in names}
         self.copied: list[Any] = []
-        self.reset()
+        self.plan = None
 
     def load(self, plan: Any, **_: Any) -> bool:
-        if plan is self.plan:
-            return False
-        self.copied.append(plan)
+        self.copied += [] if plan is self.plan else [plan]
         self.plan = plan
         return True
 
-    def snapshot(self, *_: Any) -> None:
+    def check_rows(self, *_: Any) -> None:
         pass
 
-    def lose(self) -> None:
-        for buffer in self._buffers.values():
-            buffer.fill_(LOST)
+    snapshot = check_rows
 
     def contents(self) -> dict[str, set[int]]:
         return {name: set(buffer.tolist()) for name, buffer in self._buffers.items()}
 
 
 class Server:
-    """Makes executors for a model runner of stubs, on a GPU that is not there, and wakes up.
+    """Makes executors for a model runner, on a GPU that is not there, and wakes up.
     ``tags``: of SGLang's memory saver, of each region that was entered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,17 +102,13 @@ class Server:
         yield
 
     def executor(self, requests: int = 64, **options: Any) -> Executor:
-        runner: Any = SimpleNamespace(
+        heads = {"get_num_attention_heads": lambda _: 32, "get_num_kv_heads": lambda _: 8}
+        runner = make_runner(
+            [],
+            config=heads | {"head_dim": 128} | self.model,
             memory_saver_adapter=self,
-            kv_cache_dtype=torch.bfloat16,
-            server_args=SimpleNamespace(speculative_algorithm=None),
             max_total_num_tokens=400_000,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=requests),
-            model_config=SimpleNamespace(
-                get_num_attention_heads=lambda _: 32,
-                get_num_kv_heads=lambda _: 8,
-                **({"attention_arch": AttentionArch.MHA, "head_dim": 128} | self.model),
-            ),
         )
         return make_executor(runner, PatConfig(**options))
 
@@ -154,8 +144,6 @@ def test_after_a_wake_a_plan_is_copied_again(server: Server, tags: list[str] | N
         held.load(made, 2)
         held.snapshot(torch.zeros(2), torch.zeros(2))
     assert workspace.copied == [made]
-    workspace.lose()
-    gone.lose()
     server.resume([GPU_MEMORY_TYPE_WEIGHTS])
     assert set.union(*workspace.contents().values()) == {LOST}
     server.resume(tags)

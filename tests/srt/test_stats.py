@@ -88,56 +88,47 @@ def test_plans_without_room_for_their_partials_are_counted_and_announced_once(
         assert part in message
 
 
+SEVERAL = [3] * (STEPS - 1) + [-1] * 3 * STEPS + [3] * 3 * STEPS
+
+
 @pytest.mark.parametrize(
-    ("private", "fallback", "expected"),
+    ("steps", "private", "fallback", "expected"),
     [
-        ({}, "", "prompts differ in their first tokens"),
-        ({"radix cache disabled": 3}, "", "without --disable-radix-cache"),
-        ({"no tree lock": 1, "nothing cached yet": 2}, "", "--page-size"),
-        ({"nothing cached yet": 1}, "", "prompts differ in their first tokens"),
-        ({"nothing cached yet": 3}, "sharing not usable", "could not read SGLang's radix cache"),
+        (SEVERAL, {}, "", "prompts differ in their first tokens"),
+        (SEVERAL, {"radix cache disabled": 3}, "", "without --disable-radix-cache"),
+        (SEVERAL, {"no tree lock": 1, "nothing cached yet": 2}, "", "--page-size"),
+        (SEVERAL, {"nothing cached yet": 1}, "", "prompts differ in their first tokens"),
+        (SEVERAL, {"nothing cached yet": 3}, "sharing not usable", "not read SGLang's radix cache"),
+        ([1] * 2 * STEPS, {}, "", "each of 10 decode steps had one request"),
+        ([-1] * 3 * STEPS, {}, "", "each of 10 decode steps had one request"),
+        # Where they are several, an option keeps them from pat.
+        ([-1, -3, -2] * STEPS, {}, "", "lower SGLANG_PAT_MIN_BATCH"),
     ],
 )
 def test_many_steps_without_sharing_are_explained_once(
-    log: pytest.LogCaptureFixture, private: dict[str, int], fallback: str, expected: str
+    log: pytest.LogCaptureFixture,
+    steps: list[int],
+    private: dict[str, int],
+    fallback: str,
+    expected: str,
 ) -> None:
-    """``private``: how many of the plan's three requests had no path. Steps of one request between
-    them count for nothing."""
+    """``steps``: requests of each, negative where the base runs it for being too few, which counts
+    for nothing beside steps of several. ``private``: of the plan's three, those without a path."""
     stats = Stats()
     stats.private_requests.update(private)
     if fallback:
         stats.fall_back(fallback)
         log.clear()
-    run(stats, crowd((0, 3)), steps=STEPS - 1)
-    for _ in range(3 * STEPS):
-        stats.small_batch(1)
-    assert not log.messages
-    for _ in range(3 * STEPS):
-        stats.step(*crowd((0, 3)), made=False)
+    for index, requests in enumerate(steps):
+        if requests < 0:
+            stats.small_batch(-requests)
+        else:
+            stats.step(*crowd((0, requests)), made=not index)
     (record,) = log.records
-    assert record.levelno == logging.WARNING
-    assert f"{STEPS} decode steps had several requests" in record.getMessage()
-    assert expected in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("planned", "small", "most"),
-    [(2 * STEPS, [], 1), (0, [1] * 3 * STEPS, 1), (0, [1, 3, 2] * STEPS, 3)],
-)
-def test_steps_of_few_requests_are_explained_once(
-    log: pytest.LogCaptureFixture, planned: int, small: list[int], most: int
-) -> None:
-    """``planned``: steps of one request with a plan; ``small``: requests of those that the base
-    runs. Where they are several, an option keeps them from pat."""
-    stats = Stats()
-    for requests in small:
-        stats.small_batch(requests)
-    for _ in range(planned):
-        run(stats, crowd((0, 1)))
-    (record,) = log.records
-    assert record.levelno == (logging.WARNING if most > 1 else logging.INFO)
-    assert ("lower SGLANG_PAT_MIN_BATCH" in record.getMessage()) is (most > 1)
-    assert stats.base_forwards["small_batch"] == len(small)
+    said = record.getMessage()
+    assert expected in said and f"{STEPS} decode steps had" in said
+    assert record.levelno == (logging.INFO if "had one request" in said else logging.WARNING)
+    assert stats.base_forwards["small_batch"] == sum(requests < 0 for requests in steps)
     run(stats, crowd((200, 4)))
     stats.small_batch(1)
     assert len(log.records) == 2 and "4 requests share 200 tokens" in log.messages[-1]

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the step planner makes of SGLang's own caches and requests: the plan of a step, when it is
-kept, what is read for it, what it falls back to, and check mode. No server."""
+kept, what is read for it, what it falls back to, and what is dumped of it. No server."""
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,14 +27,17 @@ from kit.steps import (
     flush,
     retract,
     shared_tokens,
-    sharing_queries,
 )
 from sglang.srt import runtime_context
 from sglang.srt.managers import scheduler_pp_mixin
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+import sglang_pat
 from benchmarks.host.live import CACHES
+from sglang_pat.config import PatConfig
+from sglang_pat.dump import read_dump
 from sglang_pat.planner import Plan
+from sglang_pat.srt.dump import Tap, make_tap
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner, known, micro_batches
@@ -69,51 +76,10 @@ def test_a_request_that_changes_makes_a_new_plan(bed: StepBed, what: str) -> Non
         req.kv.cache_protected_len -= OWN + TOOL
     second = bed.plan()
     assert second is not first and bed.stats.plans_made == 2
-    if what == "protected":
-        assert 3 in sharing_queries(first, start=SYSTEM)
-        assert 3 not in sharing_queries(second, start=SYSTEM)
-
-
-def test_a_batch_of_the_same_shape_after_a_flush_makes_a_new_plan(bed: StepBed) -> None:
-    """SGLang gives no node handle twice, so the plan of before the flush cannot be taken for one
-    of the new batch."""
-
-    def nodes() -> set[int]:
-        return {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
-
-    first, before = bed.plan(), nodes()
-    flush(bed.cache)
-    bed.use([bed.admit(i // 4) for i in range(QUERIES)])
-    assert not before & nodes()
-    second = bed.plan()
-    assert second is not first
-    bed.check(second)
-
-
-def test_released_requests_and_rows_beyond_them_are_private(bed: StepBed) -> None:
-    bed.reqs[0].lock = None
-    bed.reqs[1].kv.req_pool_idx = None
-    bed.lens = torch.cat([bed.lens, torch.tensor([1, 1])])  # as padding and beams have it
-    plan = bed.plan()
-    assert sharing_queries(plan) == set(range(2, QUERIES))
-    assert bed.stats.private_requests == {"no tree lock": 2, "row without a request": 2}
-    bed.check(plan)
+    assert second.kv_tokens_read(0) - first.kv_tokens_read(0) == TOOL * (what == "protected")
 
 
 # What cannot be read or planned costs the sharing, not the server.
-
-
-def test_a_node_that_is_gone_costs_the_sharing_only(
-    bed: StepBed, caplog: pytest.LogCaptureFixture
-) -> None:
-    lock, gone = bed.reqs[2].lock, 1 << 40
-    lock.node = SimpleNamespace(id=gone) if hasattr(lock.node, "id") else gone
-    for protected in (5, 6):
-        bed.reqs[0].kv.cache_protected_len = protected
-        assert bed.plan().num_shared_items == 0
-    assert bed.stats.fallbacks == {"sharing not usable": 2}
-    assert caplog.text.count("sharing not usable") == 1
-    assert bed.stats.kv_tokens_read == bed.stats.kv_tokens_unpacked
 
 
 class ForeignCore:
@@ -208,27 +174,21 @@ def test_paths_are_read_again_only_after_a_failure(bed: StepBed) -> None:
     assert shared_tokens(bed.plan()) == SHARED
 
 
-def test_a_request_that_comes_shares_with_the_settled_at_once(bed: StepBed) -> None:
-    """Also where it splits a node of theirs: their paths are not remembered."""
-    text = bed.system + bed.tools[0] + bed.text(400)
-    bed.use([*bed.reqs, bed.cache.admit(text)])
-    assert shared_tokens(bed.settle()) == SHARED
-    bed.use([*bed.reqs, bed.cache.admit(text[:-100] + bed.text(OWN))])
-    second = bed.plan()
-    assert shared_tokens(second) == SHARED + 300
-    bed.check(second)
-
-
 @pytest.mark.parametrize("pause", ["flush", "prompt logprobs"])
 @pytest.mark.parametrize("age", [0, RECHECK_STEPS - 10])
 def test_requests_that_a_pause_gave_the_same_rows_share_as_they_stand_then(
     bed: StepBed, pause: str, age: int
 ) -> None:
     """Also before their prefill is processed, when each has slots of its own, and also where some
-    would have been read again anyway."""
+    would have been read again anyway. SGLang gives no node handle twice, not even after a flush."""
+
+    def nodes() -> set[int]:
+        return {getattr(req.lock.node, "id", req.lock.node) for req in bed.reqs}
+
     bed.settle()
     for _ in range(age):
         bed.plan()
+    before = nodes()
     rows, in_order = bed.batch.rows, sorted(bed.reqs, key=lambda req: req.kv.req_pool_idx)
     retract(bed.cache, in_order)
     if pause == "flush":
@@ -238,6 +198,7 @@ def test_requests_that_a_pause_gave_the_same_rows_share_as_they_stand_then(
     assert torch.equal(bed.batch.rows, rows)
     bed.check(bed.plan())
     bed.cache.process(bed.reqs)
+    assert pause != "flush" or before.isdisjoint(nodes())
     bed.batch = replace(bed.batch, others=1)
     for _ in range(SETTLE_STEPS + 1):
         plan = bed.plan()
@@ -316,3 +277,112 @@ def test_there_are_as_many_micro_batches_as_sglangs_loop_for_pipeline_parallelis
         loop = SimpleNamespace(spec_algorithm=spec, device="cpu", device_module=None)
         scheduler_pp_mixin.SchedulerPPMixin.init_pp_loop_state(loop)
         assert len(loop.mbs) == expected
+
+
+# What a server's tap writes of real steps, and what it makes of a bad file.
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """This process's, as SGLang says them: the first."""
+    found = SimpleNamespace(tp_rank=0, pp_rank=0, dp_rank=None)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: found)
+    return found
+
+
+def tap(file: Path) -> Tap | None:
+    runner = SimpleNamespace(device="cpu", kv_cache_dtype=torch.float32, page_size=1)
+    return make_tap(runner, PatConfig(dump=str(file)), TARGET)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_planner_makes_the_same_plan_of_a_dump(bed: StepBed, tmp_path: Path) -> None:
+    file = tmp_path / "dump.jsonl"
+    bed.steps.tap = tap(file)
+    assert bed.steps.tap is not None
+    bed.steps.tap._to_come = 6
+    plans = [bed.plan()]
+    bed.lens += 1
+    bed.plan()  # kept
+    limits = [0, 1, SYSTEM - 5, SYSTEM, SYSTEM + 7]
+    for req, limit in zip(bed.reqs, limits, strict=False):
+        req.kv.cache_protected_len = limit
+    plans.append(bed.plan())
+    bed.use([*bed.reqs[1:], bed.admit(1)])
+    plans.append(bed.plan())
+    bed.settle()
+    bed.lens += 300  # outgrown, and made of the paths that were read before
+    plans.append(bed.plan())
+    # Rows without a request, and then requests that cannot be read.
+    rows = torch.cat([bed.batch.rows, torch.zeros(2, dtype=torch.int64)])
+    bed.batch = replace(bed.batch, rows=rows)
+    bed.lens = torch.cat([bed.lens, torch.tensor([7, 8])])
+    plans.append(bed.plan())
+    bed.batch = replace(bed.batch, reqs=[object()] * QUERIES, rows=rows.clone())
+    plans.append(bed.plan())
+    assert bed.steps.tap is None
+    found = read_dump(file)
+    for batch, plan in zip(found.batches, plans, strict=True):
+        made = sglang_pat.plan(batch.paths, batch.seq_lens, TARGET)
+        for name in ("items", "item_segments", "segments", "members"):
+            assert np.array_equal(getattr(made, name), getattr(plan, name))
+        assert batch.plan == {
+            "items": plan.num_items,
+            "shared_items": plan.num_shared_items,
+            "kv_tokens_read": plan.kv_tokens_read(sum(batch.seq_lens)),
+        }
+    for line in map(json.loads, file.read_text().splitlines()[1:]):  # no text
+        assert set(line) == {"paths", "seq_lens", "plan"}
+        assert all(type(value) is int for path in line["paths"] for node in path for value in node)
+    first, limited, _, _, padded, private = found.batches
+    assert first.seq_lens == [SYSTEM + TOOL + OWN + 1] * QUERIES
+    assert [path[-1][2] if path else 0 for path in limited.paths][:5] == limits
+    assert padded.paths[-2:] == [[], []] and padded.seq_lens[-2:] == [7, 8]
+    assert private.paths == [[]] * (QUERIES + 2)
+    assert found.target == TARGET and found.header["kv_dtype"] == "float32"
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_full_disk_ends_the_dump_and_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bed, made = StepBed("rust"), tap(tmp_path / "dump.jsonl")
+    assert made is not None
+    made._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    bed.steps.tap = made
+    assert bed.plan().num_shared_items and bed.steps.tap is None
+    (warning,) = caplog.messages
+    assert str(tmp_path) in warning and "No space left on device" in warning
+
+
+def test_the_first_rank_alone_writes_for_its_user_alone(
+    tmp_path: Path, ranks: SimpleNamespace
+) -> None:
+    file = tmp_path / "dump.jsonl"
+    assert make_tap(SimpleNamespace(), PatConfig(), TARGET) is None  # nobody asked
+    for name in ("tp_rank", "pp_rank", "dp_rank"):
+        setattr(ranks, name, 1)
+        assert tap(file) is None and not file.exists()
+        setattr(ranks, name, 0)
+    assert tap(file) is not None and file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("there", ["a file", "a FIFO", "a dangling link", "no folder"])
+def test_only_a_new_file_is_written(
+    there: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "dump.jsonl"
+    if there == "a FIFO":
+        os.mkfifo(file)  # to open it would wait for a reader
+    elif there == "no folder":
+        file = tmp_path / "folder" / "dump.jsonl"
+    elif there == "a file":
+        file.write_text("mine")
+    else:
+        file.symlink_to(tmp_path / "victim")
+    before = sorted((str(path), path.lstat()) for path in tmp_path.rglob("*"))
+    assert tap(file) is None
+    assert sorted((str(path), path.lstat()) for path in tmp_path.rglob("*")) == before
+    (warning,) = caplog.messages
+    assert str(file) in warning

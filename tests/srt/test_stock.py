@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays SGLang's own: what flags that name ``pat`` leave open, the backends that are extended,
-and the K/V cache's dtype that a checkpoint asks for. No server, no GPU."""
+"""What stays SGLang's own: what flags that name ``pat`` leave open, arguments that are resolved as
+without it, the backends that are extended, and the K/V cache's dtype that a checkpoint asks for. No
+server, no weights, no GPU."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import torch
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
 from kit.runner import BF16, E4M3, make_runner, model_config
+from models.configs import write_config
 from sglang.srt import platforms
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.attention import attention_registry as registry
@@ -24,7 +27,9 @@ from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.interface import SRTPlatform
 from sglang.srt.server_args import ServerArgs
 
+from sglang_pat.gpus import machine_of
 from sglang_pat.srt import stock
+from sglang_pat.srt.verdict import _as_if_here
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,56 @@ def test_what_can_be_extended_is_what_sglang_makes_under_that_name(
         base, arguments = stock.base_of(name, runner)
         assert base is made
         made.assert_called_once_with(runner, **arguments)
+
+
+EAGLE = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gpu", "base", "flags"),
+    [
+        ("GptOssForCausalLM", "H100", "fa3", {}),
+        ("GptOssForCausalLM", "B200", "trtllm_mha", {}),
+        ("GptOssForCausalLM", "A100", "triton", {}),
+        ("Llama4ForConditionalGeneration", "H100", "fa3", {}),
+        ("Gemma4ForConditionalGeneration", "H100", "triton", {}),
+        ("Gemma4ForConditionalGeneration", "B200", "trtllm_mha", {}),
+        ("Exaone4ForCausalLM", "H100", "fa3", {}),
+        ("IQuestQ1ForCausalLM", "H100", "fa3", {}),
+        ("Olmo3ForCausalLM", "A100", "fa3", {}),
+        ("MiniCPMSALAForCausalLM", "H100", "minicpm_flashattn", {}),
+        ("Qwen3_5ForCausalLM", "B200", "trtllm_mha", {}),
+        ("NemotronHForCausalLM", "B200", "trtllm_mha", EAGLE),
+        ("MiniMaxM3SparseForCausalLM", "H100", "fa3", {}),
+        ("LlamaForCausalLM", "B200", "trtllm_mha", {}),
+        ("Step3p5ForCausalLM", "B200", "fa4", {}),
+        ("DeepseekV2ForCausalLM", "H100", "fa3", {}),
+        ("LlamaForCausalLM", "H100", "triton", {"kv_cache_dtype": "fp8_e5m2"}),
+    ],
+)
+def test_a_server_with_pat_resolves_as_one_without_it(
+    architecture: str, gpu: str, base: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    def resolve(backend: str | None) -> dict[str, Any]:
+        # SGLang keeps what it has read from a folder.
+        folder = write_config(tmp_path / f"{backend}", architecture)
+        named = {"attention_backend": backend, "device": "cuda", "random_seed": 0}
+        args = ServerArgs(model_path=str(folder), **named, **flags)
+        stock.let_sglang_choose(args)
+        with _as_if_here(machine_of(gpu)):
+            args.resolve_once()
+        found: dict[str, Any] = args.resolved_dict()
+        return {name: value for name, value in found.items() if value != str(folder)}
+
+    with mock.patch.dict(os.environ):  # where SGLang leaves some, which later servers would inherit
+        without = resolve(None)
+        assert without["attention_backend"] == base
+        assert resolve("pat") == without
 
 
 # The K/V cache's dtype.

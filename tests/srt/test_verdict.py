@@ -17,22 +17,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from kit.hybrid_models import FAMILIES, published
-from kit.models import (
-    DEEPSEEK,
-    EXAONE4,
-    GEMMA2,
-    GEMMA4,
-    GPT_OSS,
-    LATENTS,
-    LLAMA,
-    LLAMA4,
-    MINICPM,
-    PLAIN,
-    VISION,
-    of_its_own,
-    write_config,
-)
+from models.configs import LAYERS, write_config
 
 pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
 
@@ -67,60 +52,30 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         code = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_100")
         monkeypatch.setattr(_C, "CUDA_CODE", code)
 
-    def verdict(config: dict[str, Any], *flags: str, gpu: str = "H100", **changes: Any) -> Verdict:
+    def verdict(architecture: str, *flags: str, gpu: str = "H100", **changes: Any) -> Verdict:
         # SGLang keeps what it has read from a folder.
-        folder = write_config(tmp_path / f"model{next(count)}", config, **changes)
+        folder = write_config(tmp_path / f"model{next(count)}", architecture, **changes)
         return judge(["--model-path", str(folder), *flags], gpu=gpu)
 
     return verdict
 
 
-# Configurations of models that do not attend alike in all layers.
-
-
-def model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
-    """What is not said is the default of the published model's own configuration."""
-    return PLAIN | {"architectures": [architecture], "model_type": model_type} | fields
-
-
-def with_vision(name: str, family: str) -> dict[str, Any]:
-    kinds = ("num_hidden_layers", "layer_types", "full_attention_interval")
-    text = {key: FAMILIES[family][key] for key in kinds if key in FAMILIES[family]}
-    return model(f"{name}ForConditionalGeneration", family, text_config=text)
-
-
+LLAMA, LATENTS = "LlamaForCausalLM", "DeepseekV2ForCausalLM"
+# Of layers, which are 12: all, halves, fourths.
+ALL = [*range(LAYERS)]
+EVEN, ODD = ALL[::2], ALL[1::2]
+FOURTH = ALL[3::4]
+BESIDE_FOURTH = sorted({*ALL} - {*FOURTH})
+BESIDE_SIXTH = sorted({*ALL} - {*ALL[5::6]})
 NO_KERNEL = "not both one of (64, 128, 256), nor 576 and 512"
-CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"]
-LFM2 = model("Lfm2ForCausalLM", "lfm2", layer_types=CONVOLUTIONS)
-LAYERS = ["jet", "attn", "jet", "swa"]
-JET = model("JetNemotronForCausalLM", "jet_nemotron", layer_types=LAYERS)
-GEMMA3_MM = with_vision("Gemma3", "gemma3")
-DEEPSEEK_V3 = LATENTS | {  # its drafts are of a layer of its own
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "q_lora_rank": 64,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_nextn_predict_layers": 1,
-}
-OF_LATENTS = {name: LATENTS[name] for name in LATENTS if name.startswith(("kv_lora", "qk_"))}
-LINEAR = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4}
-LINEAR |= {"short_conv_kernel_size": 4}
-KIMI = model("KimiLinearForCausalLM", "kimi_linear", linear_attn_config=LINEAR, **OF_LATENTS)
-OF_64_HEADS = {"num_attention_heads": 64, "num_key_value_heads": 64}
-HALVES = ["sliding_attention", "full_attention"] * 2
-GRANITE_SWA = model(
-    *("GraniteSWAForCausalLM", "granite_swa"),
-    **{"layer_types": HALVES, "layer_rope_theta": [1e4] * 4},
-)
-INTERN_OSS = {
-    "architectures": ["InternVLChatModel"],
-    "model_type": "internvl_chat",
-    "torch_dtype": "bfloat16",
-    "llm_config": GPT_OSS,
-    "vision_config": VISION | {"architectures": ["InternVisionModel"]},
-}
-GROK = of_its_own("Grok1ForCausalLM", attn_temperature_len=1024)
+
+
+def heads(count: int) -> dict[str, Any]:
+    return {"num_attention_heads": count, "num_key_value_heads": count}
+
+
+LARGE_HEADS = {"per_layer_config": {f"{layer}": {"head_dim": 512} for layer in ALL[5::6]}}
+HEADS_OF_16 = heads(16) | {"num_nextn_predict_layers": 1}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 CHAINS = (*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
@@ -132,45 +87,52 @@ ON_FA3 = ("--attention-backend", "fa3", "--decode-attention-backend", "pat")
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "ours", "others"),
+    ("architecture", "changes", "flags", "ours", "others"),
     [
-        (LLAMA, FP8, [0, 1, 2, 3], {}),
-        (GEMMA2, (), [1, 3], {SLIDING: [0, 2]}),
-        (LLAMA4, ON_FA3, [3], {CHUNKED: [0, 1, 2]}),
-        (EXAONE4, (), [3], {SLIDING: [0, 1, 2]}),
-        (GEMMA4, (), [], {f"head dims 512 and 512, {NO_KERNEL}": [1, 3],
-                          SLIDING: [0, 2]}),
-        (with_vision("Qwen3_5", "qwen3_5"), (), [3], {OFF: [0, 1, 2]}),
-        (published("falcon_h1"), (), [0, 1, 2], {}),
-        (published("nemotron_h"), (), [3, 7, 11], {OFF: [0, 1, 2, 4, 5, 6, 8, 9, 10]}),
-        (LFM2, (), [2], {OFF: [0, 1, 3]}),
-        (JET, (), [1], {SLIDING: [3], OFF: [0, 2]}),
-        (GEMMA3_MM, (), [1, 3], {SLIDING: [0, 2]}),
+        (LLAMA, {}, FP8, ALL, {}),
+        ("Gemma2ForCausalLM", {}, (), ODD, {SLIDING: EVEN}),
+        ("Llama4ForConditionalGeneration", {}, ON_FA3, FOURTH, {CHUNKED: BESIDE_FOURTH}),
+        ("Exaone4ForCausalLM", {}, (), FOURTH, {SLIDING: BESIDE_FOURTH}),
+        ("Gemma4ForConditionalGeneration", {"text_config": LARGE_HEADS}, (), [],
+         {f"head dims 512 and 512, {NO_KERNEL}": ALL[5::6], SLIDING: BESIDE_SIXTH}),
+        ("Qwen3_5ForConditionalGeneration", {}, (), FOURTH, {OFF: BESIDE_FOURTH}),
+        ("FalconH1ForCausalLM", {}, (), ALL, {}),
+        ("NemotronHForCausalLM", {}, (), [7, 18, 29, 40],
+         {OFF: sorted({*range(52)} - {7, 18, 29, 40})}),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"] * 6}, (), ODD, {OFF: EVEN}),
+        ("JetNemotronForCausalLM", {}, (), ALL[1::4], {SLIDING: FOURTH, OFF: EVEN}),
+        ("Gemma3ForConditionalGeneration", {}, (), ALL[5::6], {SLIDING: BESIDE_SIXTH}),
         # Sinks are served.
-        *((config, (), [1, 3], {SLIDING: [0, 2]}) for config in (GRANITE_SWA, INTERN_OSS)),
+        ("GraniteSWAForCausalLM", {}, (), ALL[::4], {SLIDING: sorted({*ALL} - {*ALL[::4]})}),
+        ("InternVLChatModel", {}, (), ODD, {SLIDING: EVEN}),
         # What stands in the models' code alone.
-        (GROK | {"attn_temperature_len": -1}, (), [0, 1, 2, 3], {}),
-        (of_its_own("LLaDA2MoeModelLM"), (), [], {"attention type encoder_only": [0, 1, 2, 3]}),
+        ("Grok1ForCausalLM", {"attn_temperature_len": -1}, (), ALL, {}),
+        ("LLaDA2MoeModelLM", {}, (), [], {"attention type encoder_only": ALL}),
+        ("HrmTextForCausalLM", {"prefix_lm": False}, (), [],
+         {"attention type decoder_bidirectional": ALL}),
         # Weights whose kernels this machine lacks.
-        (LLAMA | {"quantization_config": GPTQ}, (), [0, 1, 2, 3], {}),
-        (LLAMA | {"quantization_config": {"quant_method": "mxfp4"}}, (), [0, 1, 2, 3], {}),
-        (LATENTS | OF_64_HEADS, ("--tp", "2"), [0], {}),
-        (DEEPSEEK, (), [], {f"head dims 80 and 64, {NO_KERNEL}": [0]}),
-        (DEEPSEEK_V3, (*MTP, "--tp", "2"), [0], {}),
-        (KIMI, NGRAM, [3], {OFF: [0, 1, 2]}),
-        (LATENTS | OF_64_HEADS, NGRAM, [],
-         {"4 draft tokens of 64 query heads on a latent, of which packing saves nothing": [0]}),
-        (GEMMA2, CHAINS, [], {SLIDING: [0, 2], CAPPED: [1, 3]}),
+        (LLAMA, {"quantization_config": GPTQ}, (), ALL, {}),
+        (LLAMA, {"quantization_config": {"quant_method": "mxfp4"}}, (), ALL, {}),
+        (LATENTS, heads(64), ("--tp", "2"), ALL, {}),
+        (LATENTS, {"kv_lora_rank": 64, "qk_rope_head_dim": 16}, (), [],
+         {f"head dims 80 and 64, {NO_KERNEL}": ALL}),
+        # Its drafts are of a layer of its own.
+        ("DeepseekV3ForCausalLM", HEADS_OF_16, (*MTP, "--tp", "2"), ALL, {}),
+        ("KimiLinearForCausalLM", heads(4), NGRAM, FOURTH, {OFF: BESIDE_FOURTH}),
+        (LATENTS, heads(64), NGRAM, [], {"4 draft tokens of 64 query heads on a latent, of which "
+         "packing saves nothing": ALL}),
+        ("Gemma2ForCausalLM", {}, CHAINS, [], {SLIDING: EVEN, CAPPED: ODD}),
     ],
 )  # fmt: skip
 def test_which_layers_are_served(
-    config: dict[str, Any],
+    architecture: str,
+    changes: dict[str, Any],
     flags: tuple[str, ...],
     ours: list[int],
     others: dict[str, list[int]],
     ask: Any,
 ) -> None:
-    verdict = ask(config, *flags)
+    verdict = ask(architecture, *flags, **changes)
     assert verdict.layers == ({"": ours} if ours else {}) | others
     whole = "served" if set(others) <= {OFF} else "served in part"
     assert verdict.status == (whole if ours else "nothing to gain")
@@ -179,37 +141,35 @@ def test_which_layers_are_served(
 
 
 CHOOSE, GAIN = "choose another --attention-backend", "nothing to gain"
-OVER_TRITON = ("--attention-backend", "triton", "--decode-attention-backend", "pat")
+DECODE = ("--decode-attention-backend", "pat")
+OVER_TRITON = ("--attention-backend", "triton", *DECODE)
 NO_BUFFER = ("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule")
-SPLIT_FLAGS = (
-    *("--prefill-attention-backend", "fa3", "--attention-backend", "triton"),
-    *("--decode-attention-backend", "pat"),
-)
+SPLIT_FLAGS = ("--prefill-attention-backend", "fa3", *OVER_TRITON)
 
 
 @pytest.mark.parametrize(
-    ("config", "flags", "gpu", "status", "reason", "way_out"),
+    ("architecture", "flags", "gpu", "status", "reason", "way_out"),
     [
         (LATENTS, ("--prefill-attention-backend", "flashmla"), "H100", GAIN, "decode runs on "
          "flashmla, which pat cannot extend", "where it was SGLang's choice"),
         # Transformers has the model, but no code of it that SGLang can run.
-        (model("JambaForCausalLM", "jamba"), (), "H100", "refused", "has no SGlang impl", ""),
-        (GRANITE_SWA, (), "", "refused", "torch_native take no attention sinks",
+        ("JambaForCausalLM", (), "H100", "refused", "has no SGlang impl", ""),
+        ("GraniteSWAForCausalLM", (), "", "refused", "torch_native take no attention sinks",
          "restart with " + " ".join(OVER_TRITON)),
         # In SGLang's own words, which are not cut.
-        (EXAONE4, ("--attention-backend", "flashinfer", "--decode-attention-backend", "pat"),
-         "H100", "refused", "['fa3', 'triton', 'trtllm_mha'] is required for Exaone4ForCausalLM, "
-         "but got flashinfer", ""),
-        (published("qwen3_5"), (), "", "refused", "extra_buffer requires platform", ""),
+        ("Exaone4ForCausalLM", ("--attention-backend", "flashinfer", *DECODE), "H100", "refused",
+         "['fa3', 'triton', 'trtllm_mha'] is required for Exaone4ForCausalLM, but got flashinfer",
+         ""),
+        ("Qwen3_5ForCausalLM", (), "", "refused", "extra_buffer requires platform", ""),
         # The flags that it then asks for would only start a server that dies.
-        (published("falcon_h1"), NO_BUFFER, "", "refused", "SGLang's kernels of linear attention "
+        ("FalconH1ForCausalLM", NO_BUFFER, "", "refused", "SGLang's kernels of linear attention "
          "and state spaces need a GPU", "start the server"),
         # Served all the same, each request by itself.
         (LLAMA, ("--disable-radix-cache",), "H100", GAIN, "radix cache", "drop --disable-radix"),
     ],
 )  # fmt: skip
 def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
-    config: dict[str, Any],
+    architecture: str,
     flags: tuple[str, ...],
     gpu: str,
     status: str,
@@ -217,7 +177,7 @@ def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
     way_out: str,
     ask: Any,
 ) -> None:
-    verdict = ask(config, *flags, gpu=gpu)
+    verdict = ask(architecture, *flags, gpu=gpu)
     assert (verdict.status, verdict.ok) == (status, False)
     (found,) = verdict.reasons
     assert reason in found.words and found.way_out.startswith(way_out)
@@ -228,41 +188,42 @@ def test_what_is_refused_or_gains_nothing_is_said_with_the_way_out(
 
 def test_where_sglang_has_the_attention_alone_there_is_nothing_to_gain(ask: Any) -> None:
     """A server starts as it does without pat, which for this model is without a radix cache."""
-    verdict = ask(MINICPM)
+    minicpm = "MiniCPMSALAForCausalLM"
+    verdict = ask(minicpm)
     assert (verdict.status, verdict.layers) == (GAIN, {})
     first, second = verdict.reasons
     assert "decode runs on minicpm_flashattn, which pat" in first.words and not first.serves
     assert "radix cache" in second.words
-    # Nor where layers attend in both directions.
-    hrm = ask(model("HrmTextForCausalLM", "hrm_text", prefix_lm=False))
-    assert hrm.status == GAIN and not hrm.reasons
-    assert list(hrm.layers) == ["attention type decoder_bidirectional"]
     # On a named backend pat runs decode, of each request by itself.
-    named = ask(MINICPM, *ON_FA3)
-    assert named.reasons == [second] and named.layers == {"": [0, 1, 2, 3]}
+    named = ask(minicpm, *ON_FA3)
+    assert named.reasons == [second] and named.layers == {"": ALL}
 
 
 @pytest.mark.parametrize(
-    ("config", "flags"),
+    ("architecture", "changes", "flags"),
     [
-        (LLAMA, ("--dtype", "float32")),
-        (LLAMA, ("--kv-cache-dtype", "fp8_e5m2")),
-        (LLAMA, ("--enable-pdmux",)),
-        (LLAMA, (*NGRAM, "--page-size", "64")),
-        (LLAMA, (*NGRAM, "--speculative-num-draft-tokens", "65")),
-        (LLAMA, (*CHAINS, *SPLIT_FLAGS)),
-        (LATENTS, NGRAM),
-        (DEEPSEEK_V3, (*STEPS, "3")),
-        (EXAONE4, ("--decode-attention-backend", "fa3")),
-        (LLAMA, ("--disaggregation-mode", "decode")),
-        (LLAMA, ("--disable-radix-cache",)),
-        (LLAMA, ("--max-running-requests", "1")),
+        (LLAMA, {}, ("--dtype", "float32")),
+        (LLAMA, {}, ("--kv-cache-dtype", "fp8_e5m2")),
+        (LLAMA, {}, ("--enable-pdmux",)),
+        (LLAMA, {}, (*NGRAM, "--page-size", "64")),
+        (LLAMA, {}, (*NGRAM, "--speculative-num-draft-tokens", "65")),
+        (LLAMA, {}, (*CHAINS, *SPLIT_FLAGS)),
+        (LATENTS, heads(16), NGRAM),
+        ("DeepseekV3ForCausalLM", HEADS_OF_16, (*STEPS, "3")),
+        ("Exaone4ForCausalLM", {}, ("--decode-attention-backend", "fa3")),
+        (LLAMA, {}, ("--disaggregation-mode", "decode")),
+        (LLAMA, {}, ("--disable-radix-cache",)),
+        (LLAMA, {}, ("--max-running-requests", "1")),
     ],
 )
 def test_the_way_out_works_when_it_is_copied(
-    config: dict[str, Any], flags: tuple[str, ...], ask: Any, monkeypatch: pytest.MonkeyPatch
+    architecture: str,
+    changes: dict[str, Any],
+    flags: tuple[str, ...],
+    ask: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (found,) = ask(config, *flags).reasons
+    (found,) = ask(architecture, *flags, **changes).reasons
     way_out = re.sub(r"^set one as (\S+)$", r"set \1 bfloat16", found.way_out)
     way_out = re.sub(r"^raise it to", f"set {flags[0]} to", way_out)
     copied = re.match(
@@ -274,10 +235,10 @@ def test_the_way_out_works_when_it_is_copied(
         left = tuple(each for each in flags if each != flag)
     else:
         left = (*flags, flag, *([value] if value else []))
-    assert ask(config, *left).ok, (way_out, left)
+    assert ask(architecture, *left, **changes).ok, (way_out, left)
     if flags[0] == "--max-running-requests":
         monkeypatch.setenv("SGLANG_PAT_MIN_BATCH", "1")
-        assert ask(config, *flags).ok
+        assert ask(architecture, *flags).ok
 
 
 @pytest.mark.parametrize(
@@ -306,18 +267,22 @@ def test_machines(
 
 @needs_cuda
 def test_notes_name_the_option_that_makes_them_go(ask: Any) -> None:
-    (note,) = ask(published("falcon_h1"), gpu="H200").notes
+    falcon, grok, gemma = (
+        *("FalconH1ForCausalLM", "Grok1ForCausalLM", "Gemma3ForConditionalGeneration"),
+    )
+    (note,) = ask(falcon, gpu="H200").notes
     assert "dies at its first prompts" in note and "--disable-prefill-cuda-graph" in note
-    assert not ask(published("falcon_h1"), "--disable-prefill-cuda-graph", gpu="H200").notes
-    for family in ("nemotron_h", "granite_hybrid"):
-        assert ask(published(family), gpu="B200").ok and not ask(published(family)).notes
-    (note,) = ask(GROK).notes
+    assert not ask(falcon, "--disable-prefill-cuda-graph", gpu="H200").notes
+    for hybrid in ("NemotronHForCausalLM", "GraniteMoeHybridForCausalLM"):
+        assert ask(hybrid, gpu="B200").ok and not ask(hybrid).notes
+    temperature = {"attn_temperature_len": 1024}
+    (note,) = ask(grok, **temperature).notes
     assert "attn_temperature_len" in note and note.endswith(" ".join(OVER_TRITON[:2]))
-    assert not ask(GROK, *OVER_TRITON).notes
+    assert not ask(grok, *OVER_TRITON, **temperature).notes
     images = "--enable-multimodal"
-    (note,) = ask(GEMMA3_MM, images).notes
+    (note,) = ask(gemma, images).notes
     assert "tokens of an image" in note and note.endswith(" ".join(OVER_TRITON))
-    assert not ask(GEMMA3_MM, images, *OVER_TRITON).notes and not ask(GEMMA3_MM).notes
+    assert not ask(gemma, images, *OVER_TRITON).notes and not ask(gemma).notes
 
 
 def test_questions_that_make_no_sense(
