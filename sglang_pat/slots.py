@@ -18,7 +18,8 @@ class SlotMismatch(ValueError):
 
 def require_tensor(name: str, value: object) -> None:
     """Raise ValueError, saying what to do, unless ``value`` is a tensor."""
-    if not isinstance(value, torch.Tensor):
+    # isinstance() of a tensor is slow.
+    if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):
         raise ValueError(
             f"{name} is of type {type(value).__name__}, must be a torch.Tensor: "
             f"convert it with torch.as_tensor"

@@ -166,12 +166,13 @@ class Stats:
         else:
             self.base_forwards[WARM_UP] += 1
 
-    def base_layer(self, reason: str) -> None:
-        """Count a layer of a decode step that the base runs because of its kind; tell of the first
+    def base_layer(self, *reasons: str) -> None:
+        """Count layers of a decode step that the base runs because of their kind; tell of the first
         one of each reason."""
-        if reason not in self.base_layers:
-            logger.info("sglang_pat: layers with %s run on SGLang's attention", reason)
-        self.base_layers[reason] += 1
+        for reason in reasons:
+            if reason not in self.base_layers:
+                logger.info("sglang_pat: layers with %s run on SGLang's attention", reason)
+            self.base_layers[reason] += 1
 
     def fall_back(self, reason: str, detail: object = None) -> None:
         """Count a fallback; warn of the first one of each reason, with ``detail``."""

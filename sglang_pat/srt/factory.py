@@ -13,7 +13,7 @@ import torch
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.srt import hook, launch, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
 from sglang_pat.srt.layers import describe, heads_of, survey_layers
@@ -66,28 +66,32 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
     if config.policy != "default":
         logger.info("sglang_pat: %s", config)
-    table = runner.req_to_token_pool.req_to_token
+    table, requests = runner.req_to_token_pool.req_to_token, runner.req_to_token_pool.size
     masks = _has_draft_masks(runner)
+    options = {
+        **heads_of(runner)._asdict(),
+        "kv_bytes": runner.kv_cache_dtype.itemsize,
+        "policy": config.policy,
+    }
     if table.device.type == "cpu":
-        executor = Executor(_cpu_target(runner, config), config, table, draft_masks=masks)
+        most = max(requests, _largest_graph(requests))
+        target = Target.cpu(threads=torch.get_num_threads(), max_queries=most, **options)
+        executor = Executor(target, config, table, draft_masks=masks)
     else:
         capacity = _capacity(runner, config)
-        target = _gpu_target(runner, config, capacity)
+        if masks:
+            options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
+        target = Target.gpu(
+            torch.cuda.get_device_properties(table.device),
+            max_queries=capacity.max_queries,
+            max_partials=capacity.max_partials,
+            **options,
+        )
         region = partial(hook.kv_cache_region, runner)
         tokens = capacity.list_tokens
         executor = Executor(target, config, table, region, tokens, draft_masks=masks)
     hook.reset_on_wake(executor)
     return executor
-
-
-def _cpu_target(runner: Any, config: PatConfig) -> Target:
-    """For all requests of the pool: a CPU has no workspace, and so no budget."""
-    requests = runner.req_to_token_pool.size
-    return Target.cpu(
-        threads=torch.get_num_threads(),
-        max_queries=max(requests, _largest_graph(requests)),
-        **_options(runner, config),
-    )
 
 
 def _capacity(runner: Any, config: PatConfig) -> Capacity:
@@ -96,11 +100,10 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
     SGLang may shrink the K/V pool after the graphs are captured (S model_executor/
     model_runner_components/kv_pool_runtime.py:149): the list of slots is then longer than needed.
     """
-    heads = heads_of(runner)
-    requests = runner.req_to_token_pool.size
+    heads, requests = heads_of(runner), runner.req_to_token_pool.size
     capacity = fit_workspace(
         num_q_heads=heads.num_q_heads,
-        head_dim=heads.output_dim,
+        head_dim=heads.v_head_dim or heads.head_dim,
         draft_tokens=heads.draft_tokens,
         pool_requests=requests,
         pool_tokens=runner.max_total_num_tokens,
@@ -111,28 +114,6 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
         logger.warning("sglang_pat: %s", capacity.warning())
     logger.info("sglang_pat: %s", capacity)
     return capacity
-
-
-def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
-    device = runner.req_to_token_pool.req_to_token.device
-    options = _options(runner, config)
-    if _has_draft_masks(runner):
-        options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
-    return Target.gpu(
-        torch.cuda.get_device_properties(device),
-        max_queries=capacity.max_queries,
-        max_partials=capacity.max_partials,
-        **options,
-    )
-
-
-def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
-    """Fields of the target that the model and the server's options decide."""
-    return {
-        **heads_of(runner)._asdict(),
-        "kv_bytes": runner.kv_cache_dtype.itemsize,
-        "policy": config.policy,
-    }
 
 
 def _has_draft_masks(runner: Any) -> bool:

@@ -16,7 +16,7 @@ slots for the record's ``cache_protected_len`` tokens; what later turns add is t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,34 +40,21 @@ _NODE_ATTRS = ("id", "parent", "key")
 MOST_READ = 1 << 14
 
 # What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
-# its row of req_to_token.
+# its row of req_to_token. A batch's are bytes, which are compared at every step: equal ones mean
+# equal sharing.
 HANDLE = np.dtype([("node", np.int64), ("tokens", np.int64), ("table_row", np.int64)])
-_NO_HANDLE = np.array((NO_NODE, 0, 0), dtype=HANDLE)
-
-
-class Handles(NamedTuple):
-    """What a plan depends on, of one batch. Equal handles mean equal sharing.
-
-    ``num_queries``: of the batch, those without a request included. ``packed``: a ``HANDLE`` of
-    each request, as bytes, because they are compared at every step.
-    """
-
-    num_queries: int
-    packed: bytes
 
 
 class RadixView:
     """Reads where requests stand in one prefix cache.
 
     ``kind`` names the cache; ``disabled`` says why no request has a path in it, or is empty.
-    ``unread``: requests of the last plan whose paths are left to the next.
     """
 
     def __init__(self, tree_cache: Any) -> None:
         self.tree_cache = tree_cache
-        self.disabled: str = ""  # why no request has a path here
-        self.kind = ""
-        self.unread = 0
+        self.disabled = self.kind = ""
+        self.unread = 0  # requests of the last plan whose paths are left to the next
         node = "lock.node"
         # SGLang's streaming sessions, which only its unified cache has.
         self._sessions: Any = getattr(tree_cache, "session", None)
@@ -97,16 +84,9 @@ class RadixView:
         )
 
     def read_handles(
-        self,
-        reqs: Sequence[Any],
-        rows: torch.Tensor,
-        num_queries: int,
-        step: int,
-        *,
-        anew: bool,
-    ) -> Handles:
-        """Read what a plan for a batch of ``num_queries`` depends on, the first of which are
-        ``reqs``.
+        self, reqs: Sequence[Any], rows: torch.Tensor, step: int, *, anew: bool
+    ) -> bytes:
+        """The handles of ``reqs``.
 
         ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
         reads. A request that does not own its row, such as one just released, has no say in it:
@@ -120,22 +100,24 @@ class RadixView:
         for other rows.
         """
         if self.disabled:
-            return Handles(num_queries, np.full(len(reqs), _NO_HANDLE).tobytes())
+            return np.array([(NO_NODE, 0, 0)] * len(reqs), HANDLE).tobytes()
         if rows.numel() < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
         table = getattr(self.tree_cache, "req_to_token_pool", None)
         generations = getattr(table, "req_generation", None)
         count = 0 if generations is None else generations.numel()
-        packed = self._handles.read(reqs, _address(rows), _address(generations), count, step, anew)
+        packed: bytes = self._handles.read(
+            reqs, _address(rows), _address(generations), count, step, anew
+        )
         if self._sessions is not None and self._sessions.slots:
             packed = self._with_sessions(reqs, packed)
-        return Handles(num_queries, packed)
+        return packed
 
     def plan(
         self,
         planner: Planner,
         reqs: Sequence[Any],
-        handles: Handles,
+        handles: bytes,
         seq_lens: npt.NDArray[np.int64],
     ) -> tuple[Plan, dict[str, int]]:
         """``planner``'s plan for what ``read_handles`` gave for ``reqs``, and how many requests
@@ -146,9 +128,9 @@ class RadixView:
         """
         if self._paths is None:
             private = {self.disabled: len(reqs)}
-            return planner.plan([None] * handles.num_queries, seq_lens), private
+            return planner.plan([None] * len(seq_lens), seq_lens), private
         leaf = None if self._leaf is None else self._leaf(reqs)
-        plan = planner.plan_from_handles(handles.packed, seq_lens, self._paths, leaf)
+        plan = planner.plan_from_handles(handles, seq_lens, self._paths, leaf)
         self.unread = self._paths.num_unread
         reasons = {
             NO_LOCK: self._paths.num_missing,
@@ -160,24 +142,20 @@ class RadixView:
 
     def _with_sessions(self, reqs: Sequence[Any], packed: bytes) -> bytes:
         """``packed`` handles with the nodes that sessions hold for their turns."""
-        table = np.frombuffer(packed, dtype=HANDLE).copy()
+        table = np.frombuffer(packed, HANDLE).copy()
         for index in np.flatnonzero(table["node"] == NO_NODE).tolist():
             req = reqs[index]
             if req.kv.req_pool_idx != table["table_row"][index]:
                 continue
             if (lock := self.lock_of(req)) is not None:
                 table["node"][index] = lock.node
-        repacked: bytes = table.tobytes()
-        return repacked
+        packed = table.tobytes()
+        return packed
 
     def lock_of(self, req: Any) -> Any:
         """The tree lock under which a request runs: its own or its session's, or None."""
         slot = None if self._sessions is None else self._sessions.borrowed_slot(req)
         return (req if slot is None else slot).lock
-
-    def slots(self, lock: Any) -> Any:
-        """Slots of the tokens from the root to a lock's node: int64 tensor (CHECK only)."""
-        return self.tree_cache.path_device_indices(lock.node)
 
 
 def _address(numbers: torch.Tensor | None) -> int:
@@ -211,7 +189,8 @@ def check_plan(
             lock = view.lock_of(req)
             if lock is not None and req.kv.req_pool_idx == rows[query]:
                 held = req_to_token[rows[query], : req.kv.cache_protected_len]
-                cached = view.slots(lock)[: len(held)].to(held.dtype)
+                path = view.tree_cache.path_device_indices(lock.node)  # int64, of the whole path
+                cached = path[: len(held)].to(held.dtype)
                 compare(held, cached, 0, _name(reqs, query), "the radix tree")
     except SlotMismatch as mismatch:
         raise SlotMismatch(f"SGLANG_PAT_CHECK: {mismatch}") from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -74,42 +74,24 @@ class Reason:
 
 @dataclass(frozen=True)
 class Server:
-    """What the tables ask of a server.
+    """What the tables ask of a server. Without a model what stands below ``code`` is not known."""
 
-    ``args``, ``model``: SGLang's resolved arguments and its ``ModelConfig``; without a model the
-    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or ""; ``code``: what
-    it runs of them (``gpus.code_for``).
-    ``quantized``: what the K/V pool has beside its dtype, as scales, or "". ``layout``: of the
-    pool, the first that is not "nhd" of one with several parts.
-    """
-
-    args: Any
-    model: Any
+    args: Any  # SGLang's, resolved
+    model: Any  # its ModelConfig
     device: str
-    against_gpu: str = ""
-    code: str = ""
+    against_gpu: str = ""  # why our kernels do not run on its GPU
+    code: str = ""  # what it runs of them (gpus.code_for)
     prefill_aware_swa: bool = False
     kv_dtype: torch.dtype = torch.bfloat16
-    quantized: str = ""
+    quantized: str = ""  # what the K/V pool has beside its dtype, as scales
     virtual_slots: bool = False
-    layout: str = "nhd"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model and so of the queries."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+    layout: str = "nhd"  # of a pool with several parts the first that is not "nhd"
 
     @property
     def backends(self) -> tuple[str, str]:
         """Of prefill and of decode."""
         prefill, decode = _sglang("arg_groups.overrides.attention_backends_of")(self.args)
         return prefill, decode
-
-    @property
-    def record(self) -> Any:
-        """The arguments as they were given."""
-        return _sglang("arg_groups.overrides.record_of")(self.args)
 
     @property
     def latents(self) -> bool:
@@ -125,8 +107,8 @@ class Server:
 
     @property
     def most_drafts(self) -> int:
-        """Draft tokens of a request, in a tree, of which pat verifies any on its device; 0 where it
-        would not serve single ones either."""
+        """Draft tokens of a request that pat verifies on its device; 0 where it would not serve
+        single ones either."""
         if self.model is None or self.device == "cpu":
             return MOST_MASKED_DRAFTS
         if self.latents:
@@ -168,29 +150,25 @@ def by_arguments(
     """A server that does not run yet. ``server_args``: SGLang's after ``resolve_once()``; ``gpu``:
     one that is not here."""
     args = _sglang("arg_groups.overrides.resolving_view")(server_args)
-    against = code = ""
+    server = Server(args, model_config, args.device)
     if args.device == "cuda":
+        server = replace(server, against_gpu=_NO_GPU)
+        capability, name = None, "this GPU"
         if gpu is not None:
             capability, name = (gpu.major, gpu.minor), gpu.name
         elif torch.cuda.is_available():
             # Trying a kernel, as the backend does when it is made, would make a CUDA context, and a
             # launcher would hold hundreds of megabytes for as long as the server runs.
-            capability, name = torch.cuda.get_device_capability(args.base_gpu_id), "this GPU"
-        else:
-            capability, name = None, ""
-        against = _NO_GPU
+            capability = torch.cuda.get_device_capability(args.base_gpu_id)
         if capability is not None:
             against, code = reason_against_capability(capability, name), gpus.code_for(capability)
+            server = replace(server, against_gpu=against, code=code)
     if model_config is None:
-        return Server(args, None, args.device, against, code)
+        return server
     choice, scaled = args.kv_cache_dtype, args.kv_cache_dtype in stock.SCALED_KV
     names = set(model_config.hf_config.architectures or ())
-    return Server(
-        args=args,
-        model=model_config,
-        device=args.device,
-        against_gpu=against,
-        code=code,
+    return replace(
+        server,
         prefill_aware_swa=not names.isdisjoint(PREFILL_AWARE_SWA),
         kv_dtype=model_config.dtype if scaled else stock.kv_cache_dtype(choice, model_config),
         quantized=choice if scaled else "",
@@ -306,18 +284,18 @@ REFUSED = (
         f"{_OVER_TRITON}; on a CPU SGLang has none that takes them",
     ),
     Row(
-        lambda s: s.takes and s.dtype not in s.takes,
-        "the model is {s.dtype}, on {s.device} pat takes {s.names}",
+        lambda s: s.takes and s.model.dtype not in s.takes,
+        "the model is {s.model.dtype}, on {s.device} pat takes {s.names}",
         "set one as --dtype",
     ),
     Row(
-        lambda s: s.takes and s.kv_dtype not in (E4M3, s.dtype, *s.takes),
+        lambda s: s.takes and s.kv_dtype not in (E4M3, s.model.dtype, *s.takes),
         "the K/V cache is {s.kv_dtype}, on {s.device} pat reads {s.names} and float8_e4m3fn",
         "set --kv-cache-dtype auto or fp8_e4m3",
     ),
     Row(
-        lambda s: s.kv_dtype in s.takes and s.kv_dtype != s.dtype,
-        "the K/V cache is {s.kv_dtype} but the model {s.dtype}",
+        lambda s: s.kv_dtype in s.takes and s.kv_dtype != s.model.dtype,
+        "the K/V cache is {s.kv_dtype} but the model {s.model.dtype}",
         "set --kv-cache-dtype auto",
     ),
     Row(
@@ -376,8 +354,7 @@ def verifies(args: Any) -> bool:
 
 def may_be_trees(args: Any) -> bool:
     """Whether a server that speculates may draft trees. NGRAM does even with a breadth of 1: it
-    puts what followed matches of several lengths side by side (ngram_corpus/trie.cpp in SGLang).
-    """
+    puts what followed matches of several lengths side by side (ngram_corpus/trie.cpp in SGLang)."""
     ngram: bool = args.speculative_algorithm == "NGRAM"
     return ngram or args.speculative_eagle_topk != 1
 
@@ -465,7 +442,9 @@ def _only_prefills(s: Server) -> bool:
 # The server starts, and there is nothing to gain: SGLang runs decode, or nothing is ever shared.
 IDLE = (
     Row(
-        lambda s: stock.asked_for_decode(s.record) != BACKEND,
+        lambda s: (
+            stock.asked_for_decode(_sglang("arg_groups.overrides.record_of")(s.args)) != BACKEND
+        ),
         f"decode runs on {{s.backends[1]}}: the flags name {BACKEND} for prefill alone",
         f"set --decode-attention-backend {BACKEND}",
     ),
@@ -614,7 +593,7 @@ def reason_against_gpu() -> str:
     found = _C.cuda_probe(torch.cuda.current_device())
     if found["ok"]:
         return ""
-    return _cannot_run(f"GPU {found['device']}", found["arch"] / 10) + f" ({found['error']})"
+    return _cannot_run(f"GPU {found['device']} of {found['arch'] / 10:.1f} ({found['error']})")
 
 
 def reason_against_capability(capability: tuple[int, int], name: str) -> str:
@@ -623,9 +602,8 @@ def reason_against_capability(capability: tuple[int, int], name: str) -> str:
         return _NO_KERNELS
     if gpus.code_for(capability):
         return ""
-    return _cannot_run(name, capability[0] + capability[1] / 10)
+    return _cannot_run(f"{name} of {capability[0]}.{capability[1]}")
 
 
-def _cannot_run(name: str, capability: float) -> str:
-    built = f"our kernels, built for compute capability {gpus.built_for()},"
-    return f"{built} do not run on {name} of {capability:.1f}"
+def _cannot_run(what: str) -> str:
+    return f"our kernels, built for compute capability {gpus.built_for()}, do not run on {what}"

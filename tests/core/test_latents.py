@@ -24,8 +24,7 @@ from benchmarks.common.forests import Tree
 from sglang_pat import _C, decode
 from sglang_pat.capacity import ROOM, buffer_shapes
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
-from sglang_pat.ops import check_cuda
+from sglang_pat.ops import Executor, check_cuda
 from sglang_pat.planner import plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
 

@@ -31,7 +31,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from benchmarks.common.reference import attention
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.srt.layers import survey_layers
 from sglang_pat.srt.support import E4M3
 

@@ -65,7 +65,7 @@ class ViewBed:
 
     def plan(self, reqs: list[Any]) -> Plan:
         batch, lens = self.cache.batch(reqs)
-        handles = self.view.read_handles(reqs, batch.rows, len(reqs), 0, anew=True)
+        handles = self.view.read_handles(reqs, batch.rows, 0, anew=True)
         return self.view.plan(self.planner, reqs, handles, lens.numpy())[0]
 
     def check(self, reqs: list[Any]) -> Plan:
@@ -281,8 +281,8 @@ def test_what_is_read_of_requests(kind: str) -> None:
     reqs[2].kv.cache_protected_len = 0
     view = RadixView(cache.tree)
     rows = cache.batch(reqs)[0].rows
-    handles = view.read_handles(reqs, rows, 6, 0, anew=True)
-    table = np.frombuffer(handles.packed, HANDLE)
+    handles = view.read_handles(reqs, rows, 0, anew=True)
+    table = np.frombuffer(handles, HANDLE)
     assert table["table_row"].tolist() == rows.tolist()
     assert (table["node"] == NO_NODE).tolist() == [False, True, False, False]
     assert table["tokens"].tolist() == [req.kv.cache_protected_len for req in reqs]
@@ -295,9 +295,9 @@ def test_what_is_read_of_requests(kind: str) -> None:
         view.plan(planner, reqs, handles, lens[:3])
     for other in (rows.int(), rows.repeat_interleave(2)[::2]):
         with pytest.raises(ValueError, match="must be contiguous int64 on the CPU"):
-            view.read_handles(reqs, other, 4, 0, anew=True)
+            view.read_handles(reqs, other, 0, anew=True)
     with pytest.raises(ValueError, match="4 requests in a batch of 3 rows"):
-        view.read_handles(reqs, rows[:3], 4, 0, anew=True)
+        view.read_handles(reqs, rows[:3], 0, anew=True)
 
 
 @pytest.mark.parametrize("kind", ["rust", "python"])

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat import executor
+from sglang_pat import ops
 from sglang_pat.capacity import MB
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
@@ -90,7 +90,7 @@ class Server:
             (torch.cuda, "device", lambda _: nullcontext()),
             (torch.cuda, "synchronize", lambda _: None),
             (torch.distributed, "barrier", lambda _: None),
-            (executor, "Workspace", FakeWorkspace),
+            (ops, "Workspace", FakeWorkspace),
             (hook, "_sleepers", type(hook._sleepers)()),  # none of other tests
             # SGLang's resume of a scheduler, hooked as the registry hooks it.
             (manager, "resume_memory_occupation", hooked),
