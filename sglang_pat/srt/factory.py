@@ -90,7 +90,7 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
         region = partial(hook.kv_cache_region, runner)
         tokens = capacity.list_tokens
         executor = Executor(target, config, table, region, tokens, draft_masks=masks)
-    hook.reset_on_wake(executor)
+    hook.sleepers.add(executor)  # which holds no reference
     return executor
 
 

@@ -7,12 +7,9 @@ follows run on one thread, after all evictions and splits of the step, so a mail
 runner is enough: the hook puts the batch in, ``init_forward_metadata`` takes it out. Where
 ``patches/0.5.23-pat.patch`` is in SGLang, batches carry their requests, and there is no such hook.
 
-With ``--enable-memory-saver`` a server gives its memory back while it sleeps
-(``release_memory_occupation``) and takes it again (``resume_memory_occupation``): addresses stay,
-contents do not, and captured graphs stay valid. What we hold is allocated in the region of the K/V
-pool (S mem_cache/memory_pool.py:405, ``S`` being SGLang 0.5.23's ``srt/``), and a hook after the
-resume resets it. Without ``--enable-memory-saver`` the same requests only flush the cache, nothing
-is released, and the reset costs one copy of a plan.
+With ``--enable-memory-saver`` a server gives its memory back while it sleeps and takes it again
+(``resume_memory_occupation``): addresses stay, contents do not, and captured graphs stay valid.
+What we hold is allocated in the region of the K/V pool, and a hook after the resume resets it.
 """
 
 from __future__ import annotations
@@ -66,7 +63,6 @@ def batches_of(runner: Any) -> Mailbox | CarriedRequests:
     it; "" if no scheduler made it.
     """
     if carries_requests():
-        logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch")
         return CarriedRequests()
     mailbox = getattr(runner, _ATTRIBUTE, None) or Mailbox()
     setattr(runner, _ATTRIBUTE, mailbox)
@@ -128,13 +124,12 @@ class Mailbox:
 
 
 def scheduled_mode(batch: Any) -> str:
-    """SGLang's name of the mode that its scheduler meant for ``batch``, a ``ScheduleBatch`` as
-    ``ForwardBatch.init_new`` gets it.
+    """SGLang's name of the mode that its scheduler meant for ``batch``, a ``ScheduleBatch``.
 
     On its way to the backend SGLang gives a forward other modes: its runners make EXTEND of MIXED,
-    and the padding of data parallel attention makes it of DECODE and IDLE. One is rewritten before
-    that: while another rank prefills, ``convert_decode_to_extend`` makes a prefill of a decode
-    step, all requests of which are ``decoding_reqs`` then.
+    and the padding of data parallel attention makes it of DECODE and IDLE. One is rewritten before:
+    while another rank prefills, ``convert_decode_to_extend`` makes a prefill of a decode step, all
+    requests of which are ``decoding_reqs`` then.
     """
     name: str = batch.forward_mode.name
     return "DECODE" if name == "EXTEND" and batch.decoding_reqs else name
@@ -146,21 +141,16 @@ def after_init_new(
     """AFTER hook of ``ForwardBatch.init_new(batch, model_runner, ...)``; changes nothing."""
     mailbox = getattr(model_runner, _ATTRIBUTE, None)
     if mailbox is not None:
-        live = None
-        mode = batch.forward_mode
+        live, mode = None, batch.forward_mode
         if mode.is_decode() or mode.is_target_verify():
             rows = batch.req_pool_indices_cpu
             live = LiveBatch(batch.reqs, batch.tree_cache, rows, mailbox.others)
         mailbox.put(live, scheduled_mode(batch))
 
 
-# All of this process: it has one scheduler, whose sleep is of all that the process holds.
-_sleepers: WeakSet[Any] = WeakSet()
-
-
-def reset_on_wake(sleeper: Any) -> None:
-    """Call ``sleeper.reset()`` whenever the K/V pool's memory has come back; holds no reference."""
-    _sleepers.add(sleeper)
+# All whose ``reset()`` is called when the K/V pool's memory has come back. A process has one
+# scheduler, whose sleep is of all that the process holds.
+sleepers: WeakSet[Any] = WeakSet()
 
 
 def after_resume(_result: Any, _updater: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -171,17 +161,14 @@ def after_resume(_result: Any, _updater: Any, request: Any, *_args: Any, **_kwar
     # is not there to be written to.
     if request.tags and GPU_MEMORY_TYPE_KV_CACHE not in request.tags:
         return
-    for sleeper in list(_sleepers):
+    for sleeper in list(sleepers):
         sleeper.reset()
         logger.info("sglang_pat: awake, the next plan is loaded anew")
 
 
 def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
-    """The context in which to allocate what sleeps with a model runner's K/V pool; one that does
-    nothing without ``--enable-memory-saver``.
-
-    Raises RuntimeError if nobody would tell us of the wake.
-    """
+    """The context in which to allocate what sleeps with a model runner's K/V pool. Raises
+    RuntimeError if nobody would tell us of the wake."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
     adapter = runner.memory_saver_adapter
