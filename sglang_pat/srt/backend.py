@@ -2,9 +2,8 @@
 """The attention backend: SGLang's own for the device, with plain decode replaced, or on a server
 that speculates the verification of drafts.
 
-A subclass rather than a wrapper: whatever SGLang asks of a backend beside decode is answered by
-the base, and a layer that is not ours is one ``super()`` call away. ``S``: SGLang 0.5.23's
-``srt/``.
+A subclass rather than a wrapper: whatever SGLang asks of a backend beside decode is answered by the
+base, and a layer that is not ours is one ``super()`` call away. ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ class PatDecodeMixin:
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward without a graph: the plan for a decode batch that pat admits, and the
-        base unless pat serves every layer of it."""
+        """Prepare a forward without a graph: our plan, and the base unless all layers are ours."""
         self._forward = Forward()
         batch = self._batches.take(forward_batch)
         planned = self._admit(forward_batch, batch) and self._plan_eager(batch, forward_batch)
@@ -222,12 +220,11 @@ class PatDecodeMixin:
         self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
 
     def _lengths(self, forward_batch: Any, batch: LiveBatch | None) -> Lengths:
-        """The lengths that the step is planned with; ``batch``: None if the scheduler gave none."""
         return lengths_of(forward_batch)
 
     def _admit(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
-        """Admit a plain decode batch of enough rows, which pat can plan for; count any other by
-        reason. Returns whether it was admitted. ``batch``: None where there is none to plan."""
+        """Whether pat can plan for a forward, a plain decode batch of enough rows; counts any other
+        by reason. ``batch``: None where the scheduler gave none."""
         if not forward_batch.forward_mode.is_decode():
             self._count_other(forward_batch)
         elif forward_batch.spec_info is not None:
@@ -239,14 +236,13 @@ class PatDecodeMixin:
         return False
 
     def _count_other(self, forward_batch: Any) -> None:
-        """Count a forward of a mode that pat does not serve by the one that the scheduler meant:
-        a prefill may hold decodes."""
+        # A prefill may hold decodes.
         scheduled = "" if self._forward.phase == "capture" else self._batches.scheduled_mode
         self._stats.other_forward(scheduled or forward_batch.forward_mode.name)
 
     def _admit_rows(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
-        """Admit a batch of the right kind if it has enough rows and pat serves a layer; to replay
-        a graph, if pat served one in its capture."""
+        """Whether a batch of the right kind has enough rows and pat serves a layer; to replay a
+        graph, whether pat served one in its capture."""
         phase, rows = self._forward.phase, forward_batch.batch_size
         if phase == "replay" and rows in self._captured:
             return True
@@ -371,12 +367,9 @@ class PatDecodeMixin:
 
 
 class PatVerifyMixin(PatDecodeMixin):
-    """Verification of draft tokens by pack, forward and merge, in front of a base.
-
-    A request is one query with ``Target.draft_tokens`` tokens: its own K/V are read once for all of
-    them, shared K/V once for all requests. SGLang sends the layers of a verify step to
-    ``forward_extend``, with the draft tokens of a request as neighbouring rows of q.
-    """
+    """Verification of draft tokens by pack, forward and merge, in front of a base: a request is one
+    query with ``Target.draft_tokens`` tokens. SGLang sends the layers of a verify step to
+    ``forward_extend``, with the draft tokens of a request as neighbouring rows of q."""
 
     verify_mask: Any  # of the base
 
@@ -446,12 +439,9 @@ class PatVerifyMixin(PatDecodeMixin):
 
 
 def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
-    """Whether the masks of a verify step are ``with_prefix``.
-
-    ``verify_mask``: the buffer of SGLang's backend, into which EAGLE's workers write their masks (S
-    speculative/eagle_worker_common.py:411); None without one. NGRAM's have a tensor of their own,
-    by the rule of EAGLE's without a buffer (S speculative/ngram_worker.py:350).
-    """
+    """Whether the masks of a verify step are ``with_prefix``. ``verify_mask``: the base's buffer,
+    into which EAGLE's workers write them (S speculative/eagle_worker_common.py:411), or None;
+    NGRAM's have a tensor of their own (S speculative/ngram_worker.py:350)."""
     from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
     from sglang.srt.speculative.spec_info import SpecInputType
 
@@ -463,6 +453,5 @@ def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
 
 @lru_cache
 def extend(base: type, mixin: type = PatDecodeMixin) -> type:
-    """The class of a backend of SGLang with what ``mixin`` serves replaced; ``PatDecodeMixin`` says
-    what its constructor takes beside the base's arguments."""
+    """The class of a backend of SGLang with what ``mixin`` serves replaced."""
     return type(f"Pat{base.__name__}", (mixin, base), {})

@@ -40,18 +40,13 @@ _ATTRIBUTE = "_sglang_pat_mailbox"
 
 @dataclass(frozen=True, slots=True)
 class LiveBatch:
-    """The requests of a decode or verify step, in row order, and the cache of their prefixes.
-
-    ``rows`` [>= len(reqs)] int64, CPU: the row of ``req_to_token`` of each query of the batch.
-    ``others``: forwards of other kinds that came before, of the same model runner.
-    ``exact``: ``others`` is a counter of SGLang's instead, and while it and ``rows`` stay the same,
-    so does where each request stands in the cache.
-    """
+    """The requests of a decode or verify step, in row order, and the cache of their prefixes."""
 
     reqs: list[Any]
     tree_cache: Any
-    rows: torch.Tensor
-    others: int = 0
+    rows: torch.Tensor  # [>= len(reqs)] int64, CPU: the row of req_to_token of each query
+    others: int = 0  # forwards of other kinds that came before, of the same model runner, or ...
+    # ... a counter of SGLang's: while it and the rows are the same, so is where requests stand.
     exact: bool = False
 
 
@@ -77,11 +72,7 @@ def carries_requests() -> bool:
 
 
 class CarriedRequests:
-    """Takes the requests from the forward itself.
-
-    With ``anchor_version``, a counter of the prefix cache, equal rows and counters mean that every
-    request stands where it stood; without one, as with the hook, other forwards are counted.
-    """
+    """Takes the requests from the forward itself, and ``anchor_version`` from the prefix cache."""
 
     def __init__(self) -> None:
         self._others = 0
@@ -183,8 +174,7 @@ def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
 
 
 def is_installed(target: str, wanted: Any) -> bool:
-    """Whether the hook ``wanted`` is in the chain of wrappers around the function at a dotted path
-    of SGLang; False where there is none."""
+    """Whether the hook ``wanted`` is in the chain of wrappers around a function of SGLang."""
     try:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):  # another SGLang, to which no hook was applied either

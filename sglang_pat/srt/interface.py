@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of SGLang that the plugin uses, checked by name before a server starts.
 
-What the plugin reads of SGLang's objects is not promised by anyone, and much of it exists on
-instances only. So attributes are looked for in SGLang's source text, without importing the modules,
-some of which take seconds; a class has what it or its bases define or assign to ``self``.
+Much of it exists on instances only. So attributes are looked for in SGLang's source text, without
+importing the modules, some of which take seconds.
 """
 
 from __future__ import annotations

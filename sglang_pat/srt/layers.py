@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves each layer of a model: pat, or SGLang's own attention, and why.
-
-``reason_against_layer`` is asked of the modules of the loaded model (``survey_layers``), of layers
-as they come by (``LayerRoutes``), and, by config.json alone, of what stands in for them
-(``reasons_by_layer``, for ``sglang-pat doctor``).
-"""
+"""Who serves each layer of a model: pat, or SGLang's own attention, and why: of a loaded model
+(``survey_layers``), of layers as they come by (``LayerRoutes``), and by config.json alone
+(``reasons_by_layer``, for ``sglang-pat doctor``)."""
 
 from __future__ import annotations
 
@@ -54,10 +51,8 @@ class Heads(NamedTuple):
 
 
 def heads_by_config(model: Any, ranks: int, draft_tokens: int = 1) -> Heads:
-    """The heads of each of so many ranks that share them, by SGLang's ``ModelConfig``.
-
-    With latents (MLA), K of a token is its latent and its rope part, which all query heads read,
-    and V the latent; ``model.head_dim`` is another number there."""
+    """The heads of each of so many ranks that share them, by SGLang's ``ModelConfig``. With latents
+    (MLA), K of a token is its latent and its rope part, and V the latent."""
     queries: int = model.get_num_attention_heads(ranks)
     if model.attention_arch.name == "MLA":
         latent: int = model.kv_lora_rank
@@ -72,10 +67,7 @@ def reads_latents(planned: Target | Heads) -> bool:
 
 def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Target | Heads) -> str:
     """Why the base must serve a layer (SGLang's ``RadixAttention``), or "" if ``pat`` can.
-
-    ``dtype``: of the queries. ``planned``: the heads that plans are made for. Raises what the pool
-    raises for a layer that it does not have.
-    """
+    ``dtype``: of the queries. Raises what the pool raises for a layer that it does not have."""
     return (
         _against_kind(layer, pool, planned)
         or reason_against_heads(layer, pool.device, draft_tokens=planned.draft_tokens)
@@ -232,12 +224,8 @@ def describe(survey: dict[int, str]) -> str:
 
 def survey_layers(runner: Any) -> dict[int, str]:
     """Of each ``RadixAttention`` of the runner's model, by layer id, why it is the base's, or "" if
-    it is ours.
-
-    A layer that the pool has no K/V of is left out: linear attention that is built like attention
-    and never comes by, or one that is decided when it does, as are layers that hand over arguments
-    which are not known before.
-    """
+    it is ours. A layer that the pool has no K/V of is left out: linear attention that is built like
+    attention and never comes by, or one that is decided when it does."""
     pool, heads = runner.token_to_kv_pool, heads_of(runner)
     reasons: dict[int, str] = {}
     without: list[int] = []

@@ -59,7 +59,7 @@ class Reporter:
         counter.inc(value - self._exported.get(key, 0))
         self._exported[key] = value
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Publish from now on, once a second."""
         steps, summarized = 0, time.monotonic()
         while True:
@@ -97,7 +97,7 @@ def start_reporter(stats: Stats, *, serving: bool) -> Reporter:
     runs this server's decode and can pack."""
     reporter = Reporter(stats, scheduler_labels(), export=exports_metrics())
     reporter.set_serving(serving)
-    threading.Thread(target=reporter.run, name="sglang-pat-stats", daemon=True).start()
+    threading.Thread(target=reporter._run, name="sglang-pat-stats", daemon=True).start()
     return reporter
 
 

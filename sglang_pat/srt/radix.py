@@ -7,10 +7,9 @@ handle is ``req.lock.node``, the node pinned for it, and the part that is safe t
 ``req.kv.cache_protected_len`` tokens: up to there SGLang guarantees that the request's row of
 ``req_to_token`` repeats the tree's slots. A request without a lock (one just released) has no path.
 
-A turn of a streaming session has no lock of its own. It runs on the row and the ``kv`` record of
-the session's slot, which holds the lock of the first turn's prompt. That turn put the prompt into
-the tree like any request, and later turns write behind it only, so the row still repeats the tree's
-slots for the record's ``cache_protected_len`` tokens; what later turns add is the session's own.
+A turn of a streaming session runs on the row and the ``kv`` record of the session's slot, which
+holds the lock of the first turn's prompt. Later turns write behind it only, so the row still
+repeats the tree's slots for the record's ``cache_protected_len`` tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
 _NODE_ATTRS = ("id", "parent", "key")
-# A plan that has read so many nodes, in 4 to 7 ms, begins no other path. Requests that are left
-# share nothing until a later plan reads their paths. A request whose own path has so many unknown
-# nodes shares nothing.
+# A plan that has read so many nodes, in 4 to 7 ms, begins no other path: requests that are left
+# share nothing until a later plan. Nor does one whose own path has so many unknown nodes.
 MOST_READ = 1 << 14
 
 # What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
@@ -86,11 +84,8 @@ class RadixView:
     def read_handles(
         self, reqs: Sequence[Any], rows: torch.Tensor, step: int, *, anew: bool
     ) -> bytes:
-        """The handles of ``reqs``.
-
-        ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
-        reads. A request that does not own its row, such as one just released, has no say in it:
-        its handle is (NO_NODE, 0, row).
+        """The handles of ``reqs``, (NO_NODE, 0, row) of one that does not own its row, such as one
+        just released. ``rows`` [>= len(reqs)] int64, CPU, contiguous: those that the batch reads.
 
         ``step`` counts decode steps; in those without a call the batch was as in the call before.
         Requests that have settled are not looked at, except with ``anew`` and where SGLang does not
@@ -121,11 +116,8 @@ class RadixView:
         seq_lens: npt.NDArray[np.int64],
     ) -> tuple[Plan, dict[str, int]]:
         """``planner``'s plan for what ``read_handles`` gave for ``reqs``, and how many requests
-        share nothing, by reason. ``seq_lens`` [B]: queries without a request share nothing.
-
-        Raises KeyError for a node that the tree does not know, ValueError for fewer queries than
-        requests, and what the planner raises.
-        """
+        share nothing, by reason. ``seq_lens`` [B]: queries without a request share nothing. Raises
+        KeyError for a node that the tree does not know, and what the planner raises."""
         if self._paths is None:
             private = {self.disabled: len(reqs)}
             return planner.plan([None] * len(seq_lens), seq_lens), private
@@ -177,12 +169,9 @@ def check_plan(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Check a decode step's plan against ``req_to_token`` [rows, max_context]; ``rows`` on the CPU.
-
-    Members of an item must hold equal slots over the item's tokens, and a request's row must repeat
-    the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
-    node, token position and both slots.
-    """
+    """Raise SlotMismatch unless the members of each item hold equal slots over its tokens in
+    ``req_to_token``, and each request's row repeats the slots of its radix path as far as that is
+    protected. ``rows`` on the CPU."""
     try:
         compare_shared(plan, req_to_token, rows, lambda query: _name(reqs, query))
         for query, req in enumerate(() if view.disabled else reqs):

@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy update (PAT section 5.2): plan a decode step anew only if the last plan no longer holds.
 
-A plan depends on the batch through three numbers per request: its row of ``req_to_token``, the
-radix node it holds and the tokens that are safe to share. Node handles are never given out twice,
-not even after a flush, and splitting a node only refines paths, so equal numbers mean equal
-sharing. Lengths grow every step; ``Plan.total_tokens`` says whether a plan still holds, and one
-that is outgrown is made anew from the paths that were read for it.
+A plan depends on the batch through three numbers per request, its handle: its row of
+``req_to_token``, the radix node it holds and the tokens that are safe to share. Node ids are never
+given out twice, not even after a flush, and splitting a node only refines paths, so equal handles
+mean equal sharing. Lengths grow every step; a plan that is outgrown is made anew from the paths
+that were read for it.
 
-Reading the numbers costs a cache miss or six per request. So nothing is read of a batch that has
-been the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of
-the requests that have been in it that long (``csrc/srt/handles.h``). SGLang makes a
-new tensor of rows whenever a batch changes, and gives a running request another node only when it
-has processed its prefill, which under overlap is a step or two after it ran.
+Reading handles costs a cache miss or six per request. So nothing is read of a batch that has been
+the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of the
+requests that have been in it that long (``csrc/srt/handles.h``). SGLang makes a new tensor of rows
+whenever a batch changes, and gives a running request another node only when it has processed its
+prefill, which under overlap is a step or two after it ran.
 
 If a node changed all the same, sharing would be lost for at most ``RECHECK_STEPS``, never a result.
 The slots are read anew at every step. A row is given out anew only after its request has lost it,
 which changes the batch. What a released request shared, the others keep locked.
 
-Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
-
 Lengths are on the host before a decode step runs. Where SGLang overlaps the scheduler with the GPU
-and speculates, they are not: how many draft tokens the last verify step accepted is known on the
-GPU only. The host then has bounds, which SGLang keeps of each request (S
-managers/schedule_batch.py:962, ``S`` being SGLang 0.5.23's ``srt/``): the tokens that were
-committed when it last looked, at most one step ago, and those that it has slots for, the draft
-tokens of the step to come among them.
+and speculates, how many draft tokens the last verify step accepted is known on the GPU only. The
+host then has bounds of each request (``kv`` in SGLang 0.5.23's ``srt/managers/schedule_batch.py``):
+the tokens that were committed when it last looked, at most one step ago, and those that it has
+slots for, the draft tokens of the step to come among them.
 """
 
 from __future__ import annotations
@@ -153,10 +150,10 @@ class MicroBatch:
 class StepPlanner:
     """Holds the plans of the last decode steps of one model runner, one per micro-batch.
 
-    ``micro_batches``: how many take turns, more than 1 under pipeline parallelism. SGLang gives
-    them no name, but each keeps its tensor of rows until its requests change, and they take turns,
-    so a tensor not seen before belongs to the one that was decoded the longest time ago. Where that
-    guess is wrong, a plan is made that could have been reused; it is never another batch's.
+    More than one take turns under pipeline parallelism. SGLang gives them no name, but each keeps
+    its tensor of rows until its requests change, so a tensor not seen before belongs to the one
+    that was decoded the longest time ago. Where that guess is wrong, a plan is made that could have
+    been reused; it is never another batch's.
     """
 
     def __init__(self, target: Target, stats: Stats, micro_batches: int = 1) -> None:
@@ -174,12 +171,10 @@ class StepPlanner:
         return self._states[-1].view
 
     def plan(self, batch: LiveBatch, lengths: Lengths) -> Plan | None:
-        """The plan of a decode step, or None if there can be none (counted; the base must serve).
-
-        The plan is made for the least lengths, and it holds for the most as well. Queries beyond
-        ``batch.reqs`` (padding, beams) share nothing. Counts the step. What goes wrong in reading
-        SGLang's tree or in planning raises nothing: it costs the sharing, not the server.
-        """
+        """The plan of a decode step, which is counted, or None if there can be none (counted; the
+        base must serve). It holds for all that the lengths may be. Queries beyond ``batch.reqs``
+        (padding, beams) share nothing. What goes wrong in reading SGLang's tree or in planning
+        raises nothing: it costs the sharing, not the server."""
         state = self._state_of(batch.rows)
         state.advance(batch)
         plan, handles = state.plan, None

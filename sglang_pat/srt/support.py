@@ -2,11 +2,10 @@
 """Why ``pat`` does not serve a server: one table for all who ask.
 
 ``MACHINE`` and ``REFUSED`` hold the reasons for which a server does not start, ``IDLE`` those for
-which it has nothing to gain; those that leave a layer to SGLang are in ``layers``. What the rows
-ask of a server is a ``Server``: ``by_arguments``, from SGLang's resolved arguments and the model's
-configuration, in the launcher and in ``sglang-pat doctor``; ``by_runner``, when the backend is
-made, from what the model runner has turned out to be. So all three give the same answers, each in
-the words of the table. ``S``: SGLang 0.5.23's ``srt/``.
+which it has nothing to gain; those that leave a layer to SGLang are in ``layers``. The rows ask a
+``Server``, which is made in the launcher and in ``sglang-pat doctor`` from SGLang's resolved
+arguments and the model's configuration (``by_arguments``), and with the backend from what the model
+runner has turned out to be (``by_runner``). ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ DTYPES = {
 E4M3 = torch.float8_e4m3fn
 _NO_GPU = "no GPU was found for --device cuda"
 _NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
-# Models whose attention window is applied by SGLang's backend and stands in no layer: the queries
-# of a decode step see the prompt and the last tokens (``ModelRunner.prefill_aware_swa``).
+# Models whose attention window stands in no layer (``ModelRunner.prefill_aware_swa``).
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
@@ -49,22 +47,19 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 # are compiled to: like that backend, they run on a Hopper alone.
 OF_LATENTS, LATENT_CODE = "fa3", "sm_90a"
 # With up to so many packed rows a request, those of its draft tokens, verify steps took at most
-# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
-# were not measured.
+# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md).
 MOST_DRAFT_ROWS = 64
-# Of latents (MLA), where a rank's query heads read the same K: two requests of so many rows fill a
-# row tile, and those of more would take tiles of their own, packed or not.
+# Of latents (MLA): two requests of so many rows fill a row tile, and more take one of their own.
 MOST_LATENT_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why not, and what to do about it. ``serves``: ``pat`` still runs decode steps, each request
-    on its own; else SGLang does."""
+    """Why not, and what to do about it."""
 
     words: str
     way_out: str
-    serves: bool = False
+    serves: bool = False  # pat still runs decode steps, each request on its own; else SGLang does
 
     def __str__(self) -> str:
         if not self.way_out:
@@ -342,11 +337,6 @@ REFUSED = (
 )
 
 
-# In a verify step each request brings the same number of draft tokens, of which the first is known
-# to be right. In a chain, each follows the one before it; in a tree, one may have several
-# successors (top k above 1), which do not attend to each other.
-
-
 def verifies(args: Any) -> bool:
     """Whether a server's drafts are verified as by the algorithms that pat can serve."""
     return args.speculative_algorithm in ALGORITHMS
@@ -557,14 +547,12 @@ KNOWN = (
 
 
 def refusals(server: Server) -> list[Reason]:
-    """Every reason for which a server does not start, as far as the tables go: without a model,
-    only those of the machine."""
+    """Every reason for which a server does not start; without a model, those of the machine."""
     return reasons_of(MACHINE if server.model is None else (*MACHINE, *REFUSED), server)
 
 
 def idle_reasons(server: Server, min_batch: int) -> list[Reason]:
-    """Every reason for which ``pat`` would serve nothing, or could never pack. ``min_batch``: as in
-    ``PatConfig``."""
+    """Every reason for which ``pat`` would serve nothing, or could never pack."""
     args = server.args
     ranks, limit = max(1, int(args.attn_dp_size)), args.max_running_requests
     # As SGLang shares them out (S mem_cache/kv_cache_configurator.py:3131).
