@@ -207,8 +207,8 @@ def check_inputs(
     draft_tokens: int,
     rope_dim: int,
 ) -> None:
-    """Check devices, dtypes, strides and shapes of what ``decode`` reads. q has ``draft_tokens``
-    rows a query, whose last ``rope_dim`` numbers stand in another tensor."""
+    """Check devices, dtypes, strides and shapes. The last ``rope_dim`` numbers of q's rows stand in
+    another tensor."""
     num_q_rows, _, q_dim = _shape("q", q, 3)
     head_dim = q_dim + rope_dim
     if not (q.is_cpu or q.is_cuda):
@@ -243,8 +243,7 @@ def check_inputs(
 def check_rope(
     q: torch.Tensor, q_rope: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> int:
-    """Check that ``q_rope`` continues the rows of q and that V is a view of K, and give the numbers
-    of a row of ``q_rope``."""
+    """Check that ``q_rope`` continues the rows of q and that V is a view of K; its head dim."""
     require_tensor("q_rope", q_rope)
     shape, of_q = _shape("q_rope", q_rope, 3), _shape("q", q, 3)
     alike = q_rope.dtype == q.dtype and q_rope.device == q.device
@@ -270,7 +269,6 @@ def sinks_fit(sinks: torch.Tensor, num_q_heads: int) -> bool:
 
 
 def check_sinks(sinks: torch.Tensor | None, device: torch.device, num_q_heads: int) -> None:
-    """Check that ``sinks`` are what the executors read on ``device``, or None."""
     if sinks is None:
         return
     require_tensor("sinks", sinks)
@@ -285,8 +283,7 @@ def check_sinks(sinks: torch.Tensor | None, device: torch.device, num_q_heads: i
 def check_kv(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: float, v_scale: float
 ) -> int:
-    """Check the dtypes of K and V and the scales, and give the extension's number of the dtype;
-    ``q`` has passed ``check_inputs``."""
+    """Check the dtypes of K and V and the scales, and give the extension's number of the dtype."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, (float, int)):
             raise ValueError(
@@ -350,8 +347,7 @@ def check_cuda(
     factors: dict[str, Any],
     q_rope: torch.Tensor | None = None,
 ) -> None:
-    """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch. ``factors``:
-    of the scores and of K and V, as the extension takes them."""
+    """Check what the CUDA kernels ask for beyond the CPU's executor."""
     head_dim, v_head_dim = k_cache.shape[2], v_cache.shape[2]
     check_dims(head_dim, v_head_dim)
     require_kernels()
@@ -410,7 +406,6 @@ def _shape(name: str, tensor: torch.Tensor, dims: int) -> torch.Size:
 def _check_workspace(
     workspace: Workspace, plan: Plan, q: torch.Tensor, kv_heads: Sequence[int], num_queries: int
 ) -> None:
-    """Check that the workspace is for this call."""
     target = workspace.target
     if workspace.device != q.device:
         raise ValueError(f"the workspace is on {workspace.device}, q on {q.device}")
@@ -435,9 +430,8 @@ def _workspace_for_call(
     partial_dtype: torch.dtype,
     draft_masks: torch.Tensor | None,
 ) -> Workspace:
-    """The buffers that ``plan`` needs for this call alone, with the plan and the slots of
-    ``batch``: ``req_to_token``, ``rows`` and ``seq_lens``. ``heads``: query and KV heads, head dims
-    of K and V."""
+    """The buffers for this call alone, with the plan and the slots of ``batch``: ``req_to_token``,
+    ``rows`` and ``seq_lens``. ``heads``: query and KV heads, head dims of K and V."""
     num_queries = q.shape[0] // plan.draft_tokens
     if num_queries != plan.num_queries:
         raise ValueError(f"the plan is for {plan.num_queries} queries, q has {num_queries}")

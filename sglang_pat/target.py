@@ -213,7 +213,6 @@ class Target:
 
 
 def row_tiles_for(head_dim: int) -> tuple[int, ...]:
-    """Row tiles of the CUDA kernels, in packed rows."""
     if head_dim == LATENT_DIMS[0]:  # fewer rows would take as long
         return _ROW_TILES[1:2]
     return _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1]

@@ -16,7 +16,7 @@ from sglang_pat.config import PatConfig
 from sglang_pat.ops import Executor
 from sglang_pat.srt import hook, launch, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
-from sglang_pat.srt.layers import describe, heads_of, survey_layers
+from sglang_pat.srt.layers import Heads, describe, heads_of, survey_layers
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.stats import Stats
 from sglang_pat.target import WITHOUT_BRANCHES, Target
@@ -64,12 +64,16 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
 def make_executor(runner: Any, config: PatConfig) -> Executor:
     """The executor of a model runner. Its target is sized by the runner's pools and graphs and, on
     a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     if config.policy != "default":
         logger.info("sglang_pat: %s", config)
     table, requests = runner.req_to_token_pool.req_to_token, runner.req_to_token_pool.size
-    masks = _has_draft_masks(runner)
+    heads = heads_of(runner)
+    # Whether the steps that pat serves verify draft tokens that may be a tree.
+    masks = heads.draft_tokens > 1 and support.may_be_trees(resolving_view(runner.server_args))
     options = {
-        **heads_of(runner)._asdict(),
+        **heads._asdict(),
         "kv_bytes": runner.kv_cache_dtype.itemsize,
         "policy": config.policy,
     }
@@ -78,7 +82,7 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
         target = Target.cpu(threads=torch.get_num_threads(), max_queries=most, **options)
         executor = Executor(target, config, table, draft_masks=masks)
     else:
-        capacity = _capacity(runner, config)
+        capacity = _capacity(runner, heads, config)
         if masks:
             options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
         target = Target.gpu(
@@ -94,13 +98,13 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     return executor
 
 
-def _capacity(runner: Any, config: PatConfig) -> Capacity:
+def _capacity(runner: Any, heads: Heads, config: PatConfig) -> Capacity:
     """What the workspace is made for: every batch of the server's pools. It is logged.
 
     SGLang may shrink the K/V pool after the graphs are captured (S model_executor/
     model_runner_components/kv_pool_runtime.py:149): the list of slots is then longer than needed.
     """
-    heads, requests = heads_of(runner), runner.req_to_token_pool.size
+    requests = runner.req_to_token_pool.size
     capacity = fit_workspace(
         num_q_heads=heads.num_q_heads,
         head_dim=heads.v_head_dim or heads.head_dim,
@@ -116,19 +120,9 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
     return capacity
 
 
-def _has_draft_masks(runner: Any) -> bool:
-    """Whether the steps that pat serves verify draft tokens that may be a tree."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    return heads_of(runner).draft_tokens > 1 and support.may_be_trees(
-        resolving_view(runner.server_args)
-    )
-
-
 def _largest_graph(pool_requests: int) -> int:
-    """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
-    graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
-    clamps them."""
+    """Queries of the largest decode graph that SGLang may capture, padding included, as it clamps
+    them (S model_executor/runner/base_cuda_graph_runner.py:65); 0 without graphs."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils import get_cuda_graph_max_batch_size
