@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import torch
 
@@ -89,23 +89,18 @@ class Capacity:
             "unless SGLANG_PAT_WORKSPACE_MB is raised"
         )
         return (
-            f"workspace: {megabytes(self.total):,} MB on the GPU, for batches of up to "
+            f"workspace: {ceil(self.total / MB):,} MB on the GPU, for batches of up to "
             f"{self.max_queries:,} requests{less if self.packed_queries < self.max_queries else ''}"
         )
 
     def warning(self) -> str:
         """Why the budget was exceeded and what to do about it."""
         return (
-            f"the workspace takes {megabytes(self.total):,} MB on the GPU, more than "
+            f"the workspace takes {ceil(self.total / MB):,} MB on the GPU, more than "
             f"SGLANG_PAT_WORKSPACE_MB={self.budget // MB}, because that is the least for batches "
             f"of up to {self.max_queries:,} requests: lower --max-running-requests, or raise "
             f"SGLANG_PAT_WORKSPACE_MB"
         )
-
-
-def megabytes(size: int) -> int:
-    """Bytes in MB of 2**20, rounded up."""
-    return -(-size // MB)
 
 
 def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
@@ -113,8 +108,7 @@ def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
 
     A plan lists each token of the batch once, and tails with the room that they may grow into, a
     quarter or 128 tokens (csrc/pack/costs.h). It lists more, and the list then grows, where
-    children take over their parent's tokens, which then stand before those of each child, and where
-    requests that hold the same slots are not known to share them.
+    children take over their parent's tokens, and where sharing is not known.
     """
     return max(1, min(_MOST_LIST_TOKENS, pool_tokens * 5 // 4 + 128 * max_queries))
 

@@ -98,19 +98,17 @@ class Mailbox:
     """Holds the batch of the forward that comes next, if that is a decode or verify step."""
 
     def __init__(self) -> None:
-        self._batch: LiveBatch | None = None
-        self._mode = ""
+        self._held: tuple[LiveBatch | None, str] = (None, "")  # and the mode
         self.scheduled_mode = ""
         self.others = 0
 
     def put(self, batch: LiveBatch | None, mode: str) -> None:
         """Replace what is held, so that no forward ever sees an older one's batch."""
-        self._batch, self._mode = batch, mode
+        self._held = (batch, mode)
         self.others += batch is None
 
     def take(self, _forward_batch: Any = None) -> LiveBatch | None:
-        batch, self._batch = self._batch, None
-        self.scheduled_mode, self._mode = self._mode, ""
+        (batch, self.scheduled_mode), self._held = self._held, (None, "")
         return batch
 
 

@@ -88,8 +88,7 @@ class RadixView:
         just released. ``rows`` [>= len(reqs)] int64, CPU, contiguous: those that the batch reads.
 
         ``step`` counts decode steps; in those without a call the batch was as in the call before.
-        Requests that have settled are not looked at, except with ``anew`` and where SGLang does not
-        count how often it gave out each row.
+        Requests that have settled are not looked at, except with ``anew``.
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form, ValueError
         for other rows.
@@ -98,11 +97,9 @@ class RadixView:
             return np.array([(NO_NODE, 0, 0)] * len(reqs), HANDLE).tobytes()
         if rows.numel() < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
-        table = getattr(self.tree_cache, "req_to_token_pool", None)
-        generations = getattr(table, "req_generation", None)
-        count = 0 if generations is None else generations.numel()
+        given_out = self.tree_cache.req_to_token_pool.req_generation  # how often, of each row
         packed: bytes = self._handles.read(
-            reqs, _address(rows), _address(generations), count, step, anew
+            reqs, _address(rows), _address(given_out), given_out.numel(), step, anew
         )
         if self._sessions is not None and self._sessions.slots:
             packed = self._with_sessions(reqs, packed)
@@ -150,10 +147,7 @@ class RadixView:
         return (req if slot is None else slot).lock
 
 
-def _address(numbers: torch.Tensor | None) -> int:
-    """Where they are read; 0 for None."""
-    if numbers is None:
-        return 0
+def _address(numbers: torch.Tensor) -> int:
     if numbers.dtype is not torch.int64 or not numbers.is_cpu or not numbers.is_contiguous():
         raise ValueError(
             f"rows or their generations are {numbers.dtype} on {numbers.device} with strides "
