@@ -7,25 +7,17 @@ ValueError with what was given and what fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sglang_pat import _C
-from sglang_pat.config import PatConfig
 from sglang_pat.draft_masks import check_draft_masks, masks_of
 from sglang_pat.planner import Plan
 from sglang_pat.slots import check_slots, require_tensor
 from sglang_pat.target import Target
-from sglang_pat.workspace import (
-    LIST_TOKENS,
-    Workspace,
-    check_dims,
-    check_partial_dtype,
-    require_kernels,
-)
+from sglang_pat.workspace import Workspace, check_dims, check_partial_dtype, require_kernels
 
 # Element types of both executors, with their numbers in the extension; and of K/V.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): at for name, at in _C.DTYPES.items()}
@@ -476,38 +468,23 @@ def _address(tensor: torch.Tensor) -> tuple[int, int, int]:
 class Executor:
     """``decode`` with what stays the same over the layers of a step, for SGLang's backend.
 
-    On a GPU it owns a ``Workspace``, of which ``region``, ``list_tokens`` and ``draft_masks`` are
-    arguments, so that a CUDA graph that captured ``snapshot`` and ``decode`` runs whatever plan was
-    loaded before the replay. ``table``: ``req_to_token``.
+    ``table``: ``req_to_token``. On a GPU there is a ``workspace``, so that a CUDA graph that
+    captured ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay.
+    ``draft_masks``: the draft tokens of a query may be a tree.
     """
 
     def __init__(
         self,
         target: Target,
-        config: PatConfig,
         table: torch.Tensor,
-        region: Callable[[], AbstractContextManager[None]] = nullcontext,
-        list_tokens: int = LIST_TOKENS,
+        workspace: Workspace | None = None,
         *,
         draft_masks: bool = False,
     ) -> None:
         self.target = target
         self.has_draft_masks = draft_masks
         self._table = table
-        self._workspace: Workspace | None = None
-        if table.device.type == "cuda":
-            # Of latents there is one kernel, whatever the policy.
-            launch = config.launch if target.v_head_dim == target.head_dim else "queue"
-            self._workspace = Workspace(
-                target,
-                table.shape[1],
-                table.device,
-                list_tokens=list_tokens,
-                launch=launch,
-                draft_masks=draft_masks,
-                check=config.check,
-                region=region,
-            )
+        self._workspace = workspace
         self._plan: Plan | None = None
         self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
         self._draft_masks: torch.Tensor | None = None

@@ -20,6 +20,7 @@ from sglang_pat.srt.layers import Heads, describe, heads_of, survey_layers
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.stats import Stats
 from sglang_pat.target import WITHOUT_BRANCHES, Target
+from sglang_pat.workspace import Workspace
 
 logger = logging.getLogger("sglang_pat")
 
@@ -80,7 +81,7 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
     if table.device.type == "cpu":
         most = max(requests, _largest_graph(requests))
         target = Target.cpu(threads=torch.get_num_threads(), max_queries=most, **options)
-        executor = Executor(target, config, table, draft_masks=masks)
+        workspace = None
     else:
         capacity = _capacity(runner, heads, config)
         if masks:
@@ -91,9 +92,18 @@ def make_executor(runner: Any, config: PatConfig) -> Executor:
             max_partials=capacity.max_partials,
             **options,
         )
-        region = partial(hook.kv_cache_region, runner)
-        tokens = capacity.list_tokens
-        executor = Executor(target, config, table, region, tokens, draft_masks=masks)
+        workspace = Workspace(
+            target,
+            table.shape[1],
+            table.device,
+            list_tokens=capacity.list_tokens,
+            # Of latents there is one kernel, whatever the policy.
+            launch=config.launch if target.v_head_dim == target.head_dim else "queue",
+            draft_masks=masks,
+            check=config.check,
+            region=partial(hook.kv_cache_region, runner),
+        )
+    executor = Executor(target, table, workspace, draft_masks=masks)
     hook.sleepers.add(executor)  # which holds no reference
     return executor
 

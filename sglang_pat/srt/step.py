@@ -180,15 +180,16 @@ class StepPlanner:
         plan, handles = state.plan, None
         settled = state.is_settled
         total = lengths.total(plan) if settled else -1
-        as_many = plan is not None and plan.num_queries == lengths.least.numel()
-        # A settled batch that has outgrown its plan is planned from the paths it has.
-        if total < 0 and not (settled and state.has_paths and as_many):
-            handles = self._read(state, batch)
-            if as_many and handles is not None and handles == state.handles:
-                total = lengths.total(plan)
-            else:
-                state.has_paths = False
-            state.handles = handles
+        if total < 0:
+            as_many = plan is not None and plan.num_queries == lengths.least.numel()
+            # A settled batch that has outgrown its plan is planned from the paths it has.
+            if not (settled and state.has_paths and as_many):
+                handles = self._read(state, batch)
+                if as_many and handles is not None and handles == state.handles:
+                    total = lengths.total(plan)
+                else:
+                    state.has_paths = False
+                state.handles = handles
         self.made = total < 0
         if self.made:
             plan = state.plan = self._make(state, batch, lengths, handles)

@@ -23,7 +23,6 @@ from kit.trees import Batch, batches, check_plan, content, packed_rows
 from benchmarks.common.forests import Tree
 from sglang_pat import _C, decode
 from sglang_pat.capacity import ROOM, buffer_shapes
-from sglang_pat.config import PatConfig
 from sglang_pat.ops import Executor, check_cuda
 from sglang_pat.planner import plan
 from sglang_pat.target import CUTS, WITHOUT_BRANCHES, Target
@@ -154,7 +153,7 @@ def test_the_executor_of_a_server() -> None:
     inputs = latents(shared(4, 150), 16).to(torch.bfloat16)
     made_for = Target.cpu(threads=2, num_q_heads=16, max_queries=4, **HEADS)
     made = plan(paths_of(shared(4, 150), 4), inputs.seq_lens.tolist(), made_for)
-    executor = Executor(made_for, PatConfig(), inputs.table)
+    executor = Executor(made_for, inputs.table)
     executor.load(made, 4)
     executor.snapshot(inputs.rows, inputs.seq_lens)
     out = torch.empty(4, 16, V_DIM, dtype=torch.bfloat16)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat import ops
 from sglang_pat.capacity import MB
 from sglang_pat.config import PatConfig
 from sglang_pat.ops import Executor
@@ -29,7 +28,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGH
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from sglang_pat.srt import hook
+from sglang_pat.srt import factory, hook
 from sglang_pat.srt.factory import make_executor
 
 LOST = 0x5A  # what stands in memory that came back
@@ -90,7 +89,7 @@ class Server:
             (torch.cuda, "device", lambda _: nullcontext()),
             (torch.cuda, "synchronize", lambda _: None),
             (torch.distributed, "barrier", lambda _: None),
-            (ops, "Workspace", FakeWorkspace),
+            (factory, "Workspace", FakeWorkspace),
             (hook, "sleepers", type(hook.sleepers)()),  # none of other tests
             # SGLang's resume of a scheduler, hooked as the registry hooks it.
             (manager, "resume_memory_occupation", hooked),
