@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many requests the GPU's workspace is made for, and how many bytes it takes.
 
-The workspace is paid from what SGLang leaves free beside weights and K/V pool, because backends
-are built after the pool was sized (S model_runner.py:971 and 1105, ``S`` being SGLang 0.5.23's
-``srt/``). SGLang sizes the pool before the graphs, and by default leaves 512 MB for "constant meta
-data (e.g., from attention backend)" and more (S arg_groups/memory_hook.py:309-315); or after them,
-with our workspace taken (S model_runner_components/kv_pool_runtime.py:60). FlashInfer takes 384 or
-512 MB in the same place (S environ.py:1221); the default budget, 256 MB, is below that.
+The workspace is paid from what SGLang leaves free beside weights and K/V pool: by default 512 MB
+for "constant meta data (e.g., from attention backend)" and more (SGLang 0.5.23's
+``srt/arg_groups/memory_hook.py:309``). FlashInfer takes 384 or 512 MB there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 import torch
 
@@ -21,8 +18,7 @@ from sglang_pat import _C
 from sglang_pat.target import capacities
 
 MB = 1 << 20
-# Partials of a workspace, at least, each of one draft token: enough to split a few long sequences
-# over all SMs.
+# Partials of a workspace, at least, each of one draft token: to split a few long sequences.
 _FEWEST_PARTIALS = 2048
 # Partials of a query in a batch of many, which need not be split: of three nodes and a tail.
 _PARTIALS_OF_A_PATH = 4
@@ -63,17 +59,13 @@ def buffer_shapes(
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a workspace is made for. ``parts``: bytes by buffer; ``budget`` in bytes.
-
-    ``max_queries`` and ``max_partials`` are fields of the ``Target``, ``list_tokens`` an argument
-    of the ``Workspace``.
-    """
+    """What a workspace is made for: fields of the ``Target``, an argument of the ``Workspace``."""
 
     max_queries: int
     max_partials: int
     list_tokens: int
-    budget: int
-    parts: dict[str, int]
+    budget: int  # bytes
+    parts: dict[str, int]  # bytes by buffer
 
     @property
     def total(self) -> int:
@@ -92,30 +84,23 @@ class Capacity:
         return min(self.max_queries, self.max_partials // _PARTIALS_OF_A_PATH)
 
     def __str__(self) -> str:
-        less = ""
-        if self.packed_queries < self.max_queries:
-            less = (
-                f"; beyond {self.packed_queries:,} requests some may share less than they could "
-                "unless SGLANG_PAT_WORKSPACE_MB is raised"
-            )
+        less = (
+            f"; beyond {self.packed_queries:,} requests some may share less than they could "
+            "unless SGLANG_PAT_WORKSPACE_MB is raised"
+        )
         return (
-            f"workspace: {megabytes(self.total):,} MB on the GPU, for batches of up to "
-            f"{self.max_queries:,} requests{less}"
+            f"workspace: {ceil(self.total / MB):,} MB on the GPU, for batches of up to "
+            f"{self.max_queries:,} requests{less if self.packed_queries < self.max_queries else ''}"
         )
 
     def warning(self) -> str:
         """Why the budget was exceeded and what to do about it."""
         return (
-            f"the workspace takes {megabytes(self.total):,} MB on the GPU, more than "
+            f"the workspace takes {ceil(self.total / MB):,} MB on the GPU, more than "
             f"SGLANG_PAT_WORKSPACE_MB={self.budget // MB}, because that is the least for batches "
             f"of up to {self.max_queries:,} requests: lower --max-running-requests, or raise "
             f"SGLANG_PAT_WORKSPACE_MB"
         )
-
-
-def megabytes(size: int) -> int:
-    """Bytes in MB of 2**20, rounded up."""
-    return -(-size // MB)
 
 
 def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
@@ -123,8 +108,7 @@ def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
 
     A plan lists each token of the batch once, and tails with the room that they may grow into, a
     quarter or 128 tokens (csrc/pack/costs.h). It lists more, and the list then grows, where
-    children take over their parent's tokens, which then stand before those of each child, and where
-    requests that hold the same slots are not known to share them.
+    children take over their parent's tokens, and where sharing is not known.
     """
     return max(1, min(_MOST_LIST_TOKENS, pool_tokens * 5 // 4 + 128 * max_queries))
 
@@ -142,11 +126,9 @@ def fit_workspace(
     """Size a workspace for every batch that a server runs, within ``budget`` bytes if that can be.
 
     What the budget leaves beside plan, list and row masks is for partials: at most those that
-    ordinary batches need (``capacities``), at least 2048 / ``draft_tokens`` (``Target``). A plan
-    that would need more is made with fewer splits or packs. ``pool_requests``, ``pool_tokens``:
-    requests and tokens that the server's pools hold. ``num_q_heads`` of one rank.
-    ``head_dim`` of V. ``largest_graph``: queries, padding included; may be 0, and beyond
-    ``pool_requests``.
+    ordinary batches need (``capacities``), at least 2048 / ``draft_tokens``. ``pool_requests``,
+    ``pool_tokens``: that the server's pools hold. ``num_q_heads`` of one rank, ``head_dim`` of V.
+    ``largest_graph``: queries, padding included; may be 0, and beyond ``pool_requests``.
     """
     queries = max(pool_requests, largest_graph)
     list_tokens = list_tokens_for(pool_tokens, queries)

@@ -30,32 +30,22 @@ DEFAULT_MIN_BATCH = 2
 
 @dataclass(frozen=True)
 class PatConfig:
-    """Options of one server.
+    """Options of one server: ``check`` is ``SGLANG_PAT_CHECK``."""
 
-    ``check`` (``SGLANG_PAT_CHECK``): every step, compare the slots of requests that share an item.
-    ``policy`` (``SGLANG_PAT_POLICY``): ``default``, or ``pat``, the paper to the letter: its packs,
-    its splits (see ``Target``) and its launches, a kernel for each row tile on a stream of its own.
-    ``workspace_mb`` (``SGLANG_PAT_WORKSPACE_MB``): MB (2**20 bytes) of GPU memory for the
-    workspace; how many requests of a batch fit depends on it, see ``sglang_pat.capacity``.
-    ``min_batch`` (``SGLANG_PAT_MIN_BATCH``): requests of the smallest decode batch that pat serves,
-    rows of padding included; smaller ones are the base's, in graphs and without.
-    ``dump`` (``SGLANG_PAT_DUMP``): new file to write the first batches with a new plan to, an
-    absolute path; "" for none.
-    """
-
-    check: bool = False
+    check: bool = False  # every step, compare the slots of requests that share an item
+    # "pat": the paper to the letter: its packs, its splits (see Target) and its launches, a kernel
+    # for each row tile on a stream of its own.
     policy: str = "default"
+    # MB of 2**20 bytes of GPU memory; how much a batch can share depends on it (capacity.py).
     workspace_mb: int = DEFAULT_MB
+    # Requests of the smallest decode batch that pat serves, rows of padding included.
     min_batch: int = DEFAULT_MIN_BATCH
-    dump: str = ""
+    dump: str = ""  # absolute path of a new file to write the first batches with a new plan to
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> PatConfig:
-        """Read the options.
-
-        Raises ValueError that names the variable, its value and what is allowed, for a name or a
-        value that is not known: a misspelt option must not be served as the default.
-        """
+        """Read the options. Raises ValueError that names the variable, its value and what is
+        allowed: a misspelt option must not be served as the default."""
         known = {PREFIX + field.name.upper(): field for field in fields(cls)}
         chosen: dict[str, Any] = {}
         for variable, value in environ.items():
@@ -80,7 +70,6 @@ class PatConfig:
 
 
 def _read(variable: str, value: str, name: str, default: Any) -> Any:
-    """The value of the option ``name``. Raises ValueError as ``PatConfig.from_env``."""
     if name in _ALLOWED:
         if value in _ALLOWED[name]:
             return _ALLOWED[name][value]

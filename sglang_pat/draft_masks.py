@@ -38,9 +38,8 @@ def masks_of(
 def check_custom_mask(
     custom_mask: torch.Tensor, seq_lens: torch.Tensor, draft_tokens: int, *, with_prefix: bool
 ) -> None:
-    """Check the arguments of ``masks_of``. Raises ValueError, also for a mask without prefix that
-    is too small, unless it has no cells at all, as an idle rank's. One with a prefix may be too
-    small unnoticed: the lengths are on the device."""
+    """Check the arguments of ``masks_of``: a mask without prefix may have no cells at all, as an
+    idle rank's; one with a prefix may be too small unnoticed, as the lengths are on the device."""
     for name, tensor, dtypes in (
         ("custom_mask", custom_mask, (torch.bool, torch.uint8)),
         ("seq_lens", seq_lens, (torch.int32, torch.int64)),
@@ -65,8 +64,7 @@ def check_custom_mask(
 def check_draft_masks(
     masks: torch.Tensor | None, device: torch.device, num_queries: int, draft_tokens: int
 ) -> None:
-    """Check the ``draft_masks`` of ``ops.decode``, None or a mask for each draft token. Raises
-    ValueError."""
+    """Check the ``draft_masks`` of ``ops.decode``."""
     if masks is None:
         return
     if draft_tokens > MOST_MASKED_DRAFTS:

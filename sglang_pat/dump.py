@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode batches of a running server as JSON lines (``SGLANG_PAT_DUMP``).
-
-The first line is the header, an object with the key ``sglang_pat_dump``. Each
-further line is a batch, an object with ``paths``, ``seq_lens`` and ``plan``. No line has a token or
-a text.
-"""
+"""Decode batches of a running server as JSON lines (``SGLANG_PAT_DUMP``): a header, an object with
+the key ``sglang_pat_dump``, then a line for each batch. No line has a token or a text."""
 
 from __future__ import annotations
 
@@ -25,25 +21,17 @@ PathNodes = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """B requests. ``paths[i]``: the radix nodes of request i as (id, start, end), in tokens;
-    ``seq_lens[i]``: its tokens, the one being decoded included."""
+    """B requests of a step, in a dump of one for which a server made a plan.
+
+    ``paths[i]``: the radix nodes of request i as (id, start, end), in tokens. In a dump those that
+    were safe to share, as far as another request shares them; neighbours with the same requests are
+    one. ``seq_lens[i]``: its tokens, those being decoded or verified included; in a dump the least
+    that the host knew of. ``plan``: ``items`` and ``shared_items`` of the server's plan, and the
+    ``kv_tokens_read`` of one layer and KV head in this step.
+    """
 
     paths: list[PathNodes] = field(default_factory=list)
     seq_lens: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch(Requests):
-    """The requests of a step for which a server made a plan: of a decode or a verify step.
-
-    ``paths``: the nodes that were safe to share, as far as another request shares them; neighbours
-    with the same requests are one. ``seq_lens``: the least that the host knew of,
-    tokens being verified included. ``number``: place in the file, from 1 on. ``plan``: of the
-    server's plan its ``items`` and ``shared_items``, and the ``kv_tokens_read`` of one layer and KV
-    head in this step.
-    """
-
-    number: int = 1
     plan: dict[str, int] = field(default_factory=dict)
 
 
@@ -52,7 +40,7 @@ class Dump:
     """A file of batches. ``header``: what ``sglang_pat.srt.dump`` says of the server."""
 
     header: dict[str, Any]
-    batches: list[Batch]
+    batches: list[Requests]
 
     @property
     def target(self) -> Target:
@@ -86,14 +74,12 @@ def read_dump(file: Path) -> Dump:
             f'"{KIND}": {VERSION}, as a server with SGLANG_PAT_DUMP writes it'
         )
     batches = [
-        Batch(*_requests(f"{file}, line {number + 1}", found), number, found.get("plan", {}))
-        for number, found in enumerate(lines[1:], 1)
+        _requests(f"{file}, line {number}", found) for number, found in enumerate(lines[1:], 2)
     ]
     return Dump(header, batches)
 
 
-def _requests(where: str, found: dict[str, Any]) -> tuple[list[PathNodes], list[int]]:
-    """Paths and lengths of the batch that stands at ``where``."""
+def _requests(where: str, found: dict[str, Any]) -> Requests:
     try:
         paths = [[(node, start, end) for node, start, end in path] for path in found["paths"]]
         seq_lens = [*found["seq_lens"]]
@@ -106,7 +92,7 @@ def _requests(where: str, found: dict[str, Any]) -> tuple[list[PathNodes], list[
             f"{where} must have a path and a length, in whole numbers, of 1 to {MAX_REQUESTS:,} "
             f"requests, as {FORM}"
         )
-    return paths, seq_lens
+    return Requests(paths, seq_lens, found.get("plan", {}))
 
 
 def _object(where: str, line: str) -> dict[str, Any]:

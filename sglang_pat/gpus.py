@@ -23,13 +23,6 @@ MEASURED = {
     ("NVIDIA H200", 132): (4.3e12, 600e12),
     ("NVIDIA H100 80GB HBM3", 132): (3.068e12, 600e12),
 }
-# What else plans weigh, chosen and fitted on an H200 (docs/lessons.md); other
-# GPUs take it over. See Target.
-COSTS = {
-    "item_overhead_s": 1.2e-6,
-    "sm_speedup": 1.6,
-    "reread_weight": 1.0,
-}
 # The vendor's TB/s and dense bf16 TFLOP/s with fp32 sums, by a word or words of the device's name;
 # the first match counts.
 KNOWN: dict[str, tuple[float, float]] = {
@@ -103,10 +96,8 @@ GPUS = {
 
 
 def machine_of(name: str) -> Machine:
-    """The GPU of that name, whatever its case; "4090" and "rtx 4090" are "rtx4090".
-
-    Raises ValueError, listing the names, for one that is not known.
-    """
+    """The GPU of that name, whatever its case; "4090" and "rtx 4090" are "rtx4090". Raises
+    ValueError, listing the names, for one that is not known."""
     wanted = name.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia")
     for known, machine in GPUS.items():
         if wanted.removeprefix("rtx") == known.removeprefix("rtx"):
@@ -120,12 +111,9 @@ _RAN_ON = ((9, 0),)
 
 def code_for(capability: tuple[int, int]) -> str:
     """What a GPU of this compute capability runs of the extension: the name of a cubin (``sm_80``),
-    else of PTX that the driver compiles for it (``compute_100``), else "", as in a build without
-    CUDA.
-
-    A cubin runs on GPUs of its major number whose minor number is not smaller, or on one compute
-    capability alone if its name ends with a letter.
-    """
+    which runs on GPUs of its major number whose minor number is not smaller, or on one capability
+    alone if its name ends with a letter; else of PTX that the driver compiles for it
+    (``compute_100``); else ""."""
     best = ""
     for name in _C.CUDA_CODE:  # in ascending order, PTX last
         kind, version, exact = _named(name)
@@ -186,10 +174,7 @@ class Rates(NamedTuple):
 
 def rates_of(properties: Any) -> Rates:
     """Of a device of ``torch.cuda.get_device_properties``: measured, else the vendor's, else
-    estimated; logged, an estimate as a warning.
-
-    The vendor's rates and estimates count times what our kernels reach of them on an H200.
-    """
+    estimated, these times what our kernels reach of them on an H200; logged."""
     name, sms = properties.name, properties.multi_processor_count
     if measured := MEASURED.get((name, sms)):
         found = Rates(*measured, "measured")

@@ -13,15 +13,12 @@ from typing import Any
 import torch
 
 from sglang_pat import _C
-from sglang_pat.draft_masks import check_draft_masks
+from sglang_pat.draft_masks import check_draft_masks, masks_of
 from sglang_pat.planner import Plan
 from sglang_pat.slots import check_slots, require_tensor
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace, check_dims, check_partial_dtype, require_kernels
 
-INPUTS = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
-OUTPUTS = ("out", "lse")
-_TENSORS, _TENSORS_OR_NONE = frozenset({torch.Tensor}), frozenset({torch.Tensor, type(None)})
 # Element types of both executors, with their numbers in the extension; and of K/V.
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): at for name, at in _C.DTYPES.items()}
 KV_DTYPES: dict[torch.dtype, int] = {
@@ -107,10 +104,11 @@ def decode(
     CPU only); SlotMismatch, a ValueError, from the check; and RuntimeError with CUDA's error if a
     launch fails.
     """
-    check_types(plan, (q, k_cache, v_cache, req_to_token, rows, seq_lens), (out, lse))
+    inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "req_to_token": req_to_token}
+    check_types(plan, **inputs, rows=rows, seq_lens=seq_lens)
     draft_tokens = plan.draft_tokens
     rope_dim = 0 if q_rope is None else check_rope(q, q_rope, k_cache, v_cache)
-    check_inputs(q, k_cache, v_cache, req_to_token, draft_tokens, rope_dim)
+    check_inputs(**inputs, draft_tokens=draft_tokens, rope_dim=rope_dim)
     check_partial_dtype(partial_dtype)
     num_q_rows, num_q_heads, _ = q.shape
     head_dim = k_cache.shape[2]
@@ -137,7 +135,7 @@ def decode(
         "dtype": DTYPES[q.dtype],
         "sinks": 0 if sinks is None else sinks.data_ptr(),
         "sink_dtype": 0 if sinks is None else DTYPES[sinks.dtype],
-        **({} if q_rope is None else {"q_rope": _address(q_rope)}),
+        "q_rope": (0, 0, 0) if q_rope is None else _address(q_rope),
     }
     if q.is_cuda:
         check_cuda(q, k_cache, v_cache, out, draft_tokens, factors, q_rope)
@@ -183,19 +181,10 @@ def decode(
     return out
 
 
-def check_types(plan: object, inputs: tuple[object, ...], outputs: tuple[object, ...]) -> None:
-    """Raise ValueError for what is no plan, or no tensor; outputs may be None.
-
-    ``inputs``, ``outputs``: the arguments of ``decode`` that ``INPUTS`` and ``OUTPUTS`` name.
-    """
-    # isinstance() of a tensor is slow.
-    if not (
-        _TENSORS.issuperset(map(type, inputs)) and _TENSORS_OR_NONE.issuperset(map(type, outputs))
-    ):
-        given = zip(INPUTS + OUTPUTS, (*inputs, *outputs), strict=True)
-        for name, value in given:
-            if value is not None or name not in OUTPUTS:
-                require_tensor(name, value)
+def check_types(plan: object, **tensors: object) -> None:
+    """Raise ValueError for what is no plan, or no tensor."""
+    for name, tensor in tensors.items():
+        require_tensor(name, tensor)
     if not isinstance(getattr(plan, "data_ptr", None), int):
         raise ValueError(
             f"plan is of type {type(plan).__name__}, must be a Plan: make it with sglang_pat.plan"
@@ -208,10 +197,10 @@ def check_inputs(
     v_cache: torch.Tensor,
     req_to_token: torch.Tensor,
     draft_tokens: int,
-    rope_dim: int = 0,
+    rope_dim: int,
 ) -> None:
-    """Check devices, dtypes, strides and shapes of what ``decode`` reads. q has ``draft_tokens``
-    rows a query, whose last ``rope_dim`` numbers stand in another tensor."""
+    """Check devices, dtypes, strides and shapes. The last ``rope_dim`` numbers of q's rows stand in
+    another tensor."""
     num_q_rows, _, q_dim = _shape("q", q, 3)
     head_dim = q_dim + rope_dim
     if not (q.is_cpu or q.is_cuda):
@@ -246,8 +235,7 @@ def check_inputs(
 def check_rope(
     q: torch.Tensor, q_rope: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> int:
-    """Check that ``q_rope`` continues the rows of q and that V is a view of K, and give the numbers
-    of a row of ``q_rope``."""
+    """Check that ``q_rope`` continues the rows of q and that V is a view of K; its head dim."""
     require_tensor("q_rope", q_rope)
     shape, of_q = _shape("q_rope", q_rope, 3), _shape("q", q, 3)
     alike = q_rope.dtype == q.dtype and q_rope.device == q.device
@@ -273,7 +261,6 @@ def sinks_fit(sinks: torch.Tensor, num_q_heads: int) -> bool:
 
 
 def check_sinks(sinks: torch.Tensor | None, device: torch.device, num_q_heads: int) -> None:
-    """Check that ``sinks`` are what the executors read on ``device``, or None."""
     if sinks is None:
         return
     require_tensor("sinks", sinks)
@@ -288,8 +275,7 @@ def check_sinks(sinks: torch.Tensor | None, device: torch.device, num_q_heads: i
 def check_kv(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: float, v_scale: float
 ) -> int:
-    """Check the dtypes of K and V and the scales, and give the extension's number of the dtype;
-    ``q`` has passed ``check_inputs``."""
+    """Check the dtypes of K and V and the scales, and give the extension's number of the dtype."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not isinstance(scale, (float, int)):
             raise ValueError(
@@ -321,6 +307,9 @@ def check_outputs(
     shape: tuple[int, int, int],
 ) -> torch.Tensor:
     """Check what ``decode`` writes, of ``shape`` [B, Hq, Dv] and [B, Hq]; make ``out`` if None."""
+    for name, tensor in (("out", out), ("lse", lse)):
+        if tensor is not None:
+            require_tensor(name, tensor)
     if out is None:
         out = torch.empty(shape, dtype=q.dtype, device=q.device)
     elif _shape("out", out, 3) != shape or out.dtype != q.dtype or out.device != q.device:
@@ -350,9 +339,8 @@ def check_cuda(
     factors: dict[str, Any],
     q_rope: torch.Tensor | None = None,
 ) -> None:
-    """Check what the CUDA kernels ask for beyond the CPU's executor, before a launch. ``factors``:
-    of the scores and of K and V, as the extension takes them."""
-    num_q_heads, head_dim, v_head_dim = q.shape[1], k_cache.shape[2], v_cache.shape[2]
+    """Check what the CUDA kernels ask for beyond the CPU's executor."""
+    head_dim, v_head_dim = k_cache.shape[2], v_cache.shape[2]
     check_dims(head_dim, v_head_dim)
     require_kernels()
     if q_rope is None and head_dim != v_head_dim:
@@ -373,13 +361,14 @@ def check_cuda(
                 f"rows must begin at multiples of 16 bytes; make it contiguous"
             )
     _C.check_decode_cuda(
-        num_q_heads=num_q_heads,
+        num_q_heads=q.shape[1],
         num_kv_heads=k_cache.shape[1],
         head_dim=head_dim,
+        v_head_dim=v_head_dim,
         k_stride_slot=k_cache.stride(0),
         v_stride_slot=v_cache.stride(0),
         draft_tokens=draft_tokens,
-        **({} if q_rope is None else {"v_head_dim": v_head_dim, "dtype": DTYPES[q.dtype]}),
+        dtype=DTYPES[q.dtype],
         **factors,
     )
 
@@ -409,7 +398,6 @@ def _shape(name: str, tensor: torch.Tensor, dims: int) -> torch.Size:
 def _check_workspace(
     workspace: Workspace, plan: Plan, q: torch.Tensor, kv_heads: Sequence[int], num_queries: int
 ) -> None:
-    """Check that the workspace is for this call."""
     target = workspace.target
     if workspace.device != q.device:
         raise ValueError(f"the workspace is on {workspace.device}, q on {q.device}")
@@ -434,9 +422,8 @@ def _workspace_for_call(
     partial_dtype: torch.dtype,
     draft_masks: torch.Tensor | None,
 ) -> Workspace:
-    """The buffers that ``plan`` needs for this call alone, with the plan and the slots of
-    ``batch``: ``req_to_token``, ``rows`` and ``seq_lens``. ``heads``: query and KV heads, head dims
-    of K and V."""
+    """The buffers for this call alone, with the plan and the slots of ``batch``: ``req_to_token``,
+    ``rows`` and ``seq_lens``. ``heads``: query and KV heads, head dims of K and V."""
     num_queries = q.shape[0] // plan.draft_tokens
     if num_queries != plan.num_queries:
         raise ValueError(f"the plan is for {plan.num_queries} queries, q has {num_queries}")
@@ -476,3 +463,86 @@ def _workspace_for_call(
 def _address(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Address and outer strides, in elements."""
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+
+
+class Executor:
+    """``decode`` with what stays the same over the layers of a step, for SGLang's backend.
+
+    ``table``: ``req_to_token``. On a GPU there is a ``workspace``, so that a CUDA graph that
+    captured ``snapshot`` and ``decode`` runs whatever plan was loaded before the replay.
+    ``draft_masks``: the draft tokens of a query may be a tree.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        table: torch.Tensor,
+        workspace: Workspace | None = None,
+        *,
+        draft_masks: bool = False,
+    ) -> None:
+        self.target = target
+        self.has_draft_masks = draft_masks
+        self._table = table
+        self._workspace = workspace
+        self._plan: Plan | None = None
+        self._batch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._draft_masks: torch.Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget the plan, since the workspace's memory has lost its contents; waits for the
+        device, so that what comes next may run on any stream."""
+        self._plan = self._batch = None
+        if self._workspace is not None:
+            self._workspace.reset()
+            torch.cuda.synchronize(self._workspace.device)
+
+    def load(self, plan: Plan, num_rows: int, *, list_on_host: bool = False) -> None:
+        """Take the plan of the next step, as ``Workspace.load``, for a batch of ``num_rows``: rows
+        beyond the plan's queries are padding, on a GPU only. No graph captures this."""
+        if self._workspace is not None:
+            self._workspace.load(plan, list_on_host=list_on_host)
+            self._workspace.check_rows(num_rows)
+        self._plan = plan
+
+    def snapshot(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Read what the loaded plan needs of the table, for ``rows`` and ``seq_lens`` [B] on the
+        device. Capturable. On a GPU all reads of the table end here, before the attention begins:
+        under overlap its rows may be another request's by then."""
+        if self._workspace is not None:
+            self._workspace.snapshot(self._table, rows, seq_lens)
+        self._batch = (rows, seq_lens)
+
+    def read_draft_masks(
+        self, custom_mask: torch.Tensor, seq_lens: torch.Tensor, *, with_prefix: bool
+    ) -> None:
+        """The draft masks of the next step, as ``draft_masks.masks_of`` takes them."""
+        if self._workspace is not None:
+            self._workspace.read_draft_masks(custom_mask, seq_lens, with_prefix=with_prefix)
+        else:
+            tokens = self.target.draft_tokens
+            self._draft_masks = masks_of(custom_mask, seq_lens, tokens, with_prefix=with_prefix)
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        out: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        """Attention of one layer; ``options``: others of ``ops.decode``."""
+        if self._plan is None or self._batch is None:
+            raise RuntimeError("decode() before load() and snapshot()")
+        decode(
+            q,
+            k_cache,
+            v_cache,
+            self._table,
+            *self._batch,
+            self._plan,
+            out=out,
+            draft_masks=self._draft_masks,
+            workspace=self._workspace,
+            **options,
+        )

@@ -60,15 +60,7 @@ class Planner(_C.Planner):
         self.target = target
 
     def plan(self, paths: Sequence[Sequence[tuple[Any, ...]] | None], seq_lens: Integers) -> Plan:
-        """Plan one decode step of B queries.
-
-        ``paths[i]`` lists the radix nodes of query i from the root on, as tuples (node id, start,
-        end); ``None`` or empty means that it shares nothing. ``seq_lens`` [B] counts tokens, the
-        one being decoded included.
-
-        Raises ValueError naming query, node and position for paths that are not one tree, and for
-        a batch larger than the target's ``max_queries``; TypeError for elements of another form.
-        """
+        """As the function ``plan``, which keeps a planner for each target."""
         given = np.asarray(seq_lens)
         if given.size and given.dtype.kind not in "iu":
             raise ValueError(

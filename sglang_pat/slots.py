@@ -18,7 +18,8 @@ class SlotMismatch(ValueError):
 
 def require_tensor(name: str, value: object) -> None:
     """Raise ValueError, saying what to do, unless ``value`` is a tensor."""
-    if not isinstance(value, torch.Tensor):
+    # isinstance() of a tensor is slow.
+    if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):
         raise ValueError(
             f"{name} is of type {type(value).__name__}, must be a torch.Tensor: "
             f"convert it with torch.as_tensor"
@@ -76,9 +77,8 @@ def compare_shared(
     rows: list[int] | torch.Tensor,
     name: Callable[[int], str],
 ) -> None:
-    """Compare the slots of the queries for which an item reads tokens once. ``name``: of a query,
-    for the message of SlotMismatch. ``rows`` on the CPU; they and the plan's tokens must be in the
-    table."""
+    """Compare the slots of the queries for which an item reads tokens once. ``name``: of a query.
+    ``rows`` on the CPU; they and the plan's tokens must be in the table."""
     for shared in ranges(plan, shared=True):
         span = slice(shared.begin, shared.begin + shared.tokens)
         expected = req_to_token[rows[shared.reader], span]

@@ -78,15 +78,7 @@ NOT_USABLE, NOT_READABLE = "sharing not usable", "requests not readable"
 
 
 class Stats:
-    """Counters of one scheduler process.
-
-    ``base_forwards`` counts, by kind, the forward passes that are meant for the base backend:
-    prefill, decode steps of too few requests to share, idle ranks, warm-ups. ``base_layers``
-    counts, by reason, the layers of other decode steps that are, such as those with a sliding
-    window. ``fallbacks`` counts, by reason, what is not: forward passes that the base served
-    instead of pat, and plans that had to be made without any sharing. ``private_requests`` counts,
-    by reason, requests that were planned without a path.
-    """
+    """Counters of one scheduler process: see ``COUNTERS`` and ``LABELLED``."""
 
     def __init__(self) -> None:
         self.decode_steps = self.verify_steps = self.packed_steps = self.branched_steps = 0
@@ -101,8 +93,8 @@ class Stats:
 
     def step(self, plan: Plan, total: int, *, made: bool) -> None:
         """Count a decode step that runs ``plan``; ``total``: the sum of its sequence lengths;
-        ``made``: whether the plan was made for it. Logs, once, what the first packed step saves, or
-        after many steps why none was packed, and the first plan simpler than the rules ask for."""
+        ``made``: whether the plan was made for it. Logs the first plan simpler than the rules ask
+        for."""
         self.plans_made += made
         self.plans_reused += not made
         if made and plan.degraded:
@@ -126,7 +118,7 @@ class Stats:
 
     def host_time(self, elapsed_ns: int, *, made: bool, hidden: bool) -> None:
         """Count what a step took the host; ``made``: whether a plan was made for it; ``hidden``:
-        whether the GPU was busy all that time, asked only if one was made."""
+        whether the GPU was busy all that time."""
         seconds = elapsed_ns / 1e9
         self.host_seconds += seconds
         if made:
@@ -141,8 +133,8 @@ class Stats:
         return self.decode_steps + self.base_forwards[SMALL_BATCH]
 
     def other_forward(self, mode: str) -> None:
-        """Count a forward pass that pat does not serve for its kind, by SGLang's name of the mode
-        that its scheduler meant: the base runs it, as intended or not."""
+        """Count a forward pass that the base runs, as intended or not, by SGLang's name of the mode
+        that its scheduler meant."""
         kind = mode.lower()
         if kind in INTENDED_MODES:
             self.base_forwards[kind] += 1
@@ -166,12 +158,13 @@ class Stats:
         else:
             self.base_forwards[WARM_UP] += 1
 
-    def base_layer(self, reason: str) -> None:
-        """Count a layer of a decode step that the base runs because of its kind; tell of the first
+    def base_layer(self, *reasons: str) -> None:
+        """Count layers of a decode step that the base runs because of their kind; tell of the first
         one of each reason."""
-        if reason not in self.base_layers:
-            logger.info("sglang_pat: layers with %s run on SGLang's attention", reason)
-        self.base_layers[reason] += 1
+        for reason in reasons:
+            if reason not in self.base_layers:
+                logger.info("sglang_pat: layers with %s run on SGLang's attention", reason)
+            self.base_layers[reason] += 1
 
     def fall_back(self, reason: str, detail: object = None) -> None:
         """Count a fallback; warn of the first one of each reason, with ``detail``."""
@@ -241,8 +234,7 @@ class SharingWatch:
                         "sglang_pat: %d decode steps had several requests, and none of them could "
                         "share K/V reads. The likely reason: %s. `sglang-pat doctor` lists what "
                         "keeps pat from sharing.",
-                        self._several,
-                        self._likely_reason(),
+                        *(self._several, self._likely_reason()),
                     )
         except Exception as error:  # it must not cost the server
             self.on = False
@@ -253,16 +245,15 @@ class SharingWatch:
             logger.warning(
                 "sglang_pat: none of %d decode steps had more than %d requests, so few that "
                 "SGLang's attention ran them, unpacked: lower SGLANG_PAT_MIN_BATCH",
-                self._few,
-                self._most_of_few,
+                *(self._few, self._most_of_few),
             )
-            return
-        logger.info(
-            "sglang_pat: each of %d decode steps had one request, so there was nothing to share: "
-            "pat saves K/V reads when several requests with a common beginning run at the same "
-            "time",
-            self._few,
-        )
+        else:
+            logger.info(
+                "sglang_pat: each of %d decode steps had one request, so there was nothing to "
+                "share: pat saves K/V reads when several requests with a common beginning run at "
+                "the same time",
+                self._few,
+            )
 
     def _likely_reason(self) -> str:
         for failure in (NOT_USABLE, NOT_READABLE):
@@ -277,10 +268,7 @@ class SharingWatch:
 
 def describe_packed_step(plan: Plan, total: int) -> str:
     """What a step of ``total`` K/V tokens saves, in a line: how many requests share tokens, how
-    many each, and the K/V reads of the whole step. Empty where no token is read for several.
-
-    Requests with one prefix may be in several items, so these are not told apart.
-    """
+    many each, and the K/V reads of the whole step. Empty where no token is read for several."""
     tokens: Counter[int] = Counter()  # shared ones of each query
     for shared in ranges(plan, shared=True):
         tokens.update(dict.fromkeys(shared.queries, shared.tokens))

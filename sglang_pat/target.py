@@ -174,7 +174,10 @@ class Target:
             "max_queries": max_queries,
             "bytes_per_s": rates.bytes_per_s,
             "flops_per_s": rates.flops_per_s,
-            **gpus.COSTS,
+            # Chosen and fitted on an H200 (docs/lessons.md).
+            "item_overhead_s": 1.2e-6,
+            "sm_speedup": 1.6,
+            "reread_weight": 1.0,
             "items_per_sm": gpus.items_per_sm((properties.major, properties.minor), head_dim),
             "row_tiles": row_tiles_for(head_dim),
             "kv_tiles": (64,) if head_dim == LATENT_DIMS[0] else (32, 64),
@@ -210,7 +213,6 @@ class Target:
 
 
 def row_tiles_for(head_dim: int) -> tuple[int, ...]:
-    """Row tiles of the CUDA kernels, in packed rows."""
     if head_dim == LATENT_DIMS[0]:  # fewer rows would take as long
         return _ROW_TILES[1:2]
     return _ROW_TILES if head_dim <= 128 else _ROW_TILES[:-1]

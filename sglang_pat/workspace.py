@@ -113,7 +113,6 @@ class Workspace:
         self.partial_lse = self._buffers["partial_lse"]
         self.queue = self._buffers["queue"]
         self._draft_masks = self._buffers.get("draft_masks")
-        same = target.v_head_dim == target.head_dim
         # The addresses and sizes that every launch needs, once: they never change.
         self.bound = _C.CudaBuffers(
             **{
@@ -127,7 +126,7 @@ class Workspace:
             launch=LAUNCHES[launch],
             draft_tokens=target.draft_tokens,
             draft_masks=0 if self._draft_masks is None else self._draft_masks.data_ptr(),
-            **({} if same else {"v_head_dim": target.v_head_dim}),
+            v_head_dim=target.v_head_dim,
         )
         with torch.cuda.device(self.device):
             self._staging = _C.PlanStaging(self._buffers["plan"].nbytes, _STAGINGS)

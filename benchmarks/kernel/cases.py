@@ -104,8 +104,8 @@ def read_batches(file: Path) -> tuple[dict[str, Any], list[Forest]]:
     if not dump.batches:
         raise ValueError(f"{file} has no batch: no decode step of several requests ran on pat")
     forests = []
-    for batch in dump.batches:
+    for number, batch in enumerate(dump.batches, 1):
         held = [i for i, tokens in enumerate(batch.seq_lens) if tokens]
         paths, seq_lens = [batch.paths[i] for i in held], [batch.seq_lens[i] for i in held]
-        forests.append(Forest(f"batch-{batch.number}", paths, seq_lens))
+        forests.append(Forest(f"batch-{number}", paths, seq_lens))
     return {name: value for name, value in dump.header.items() if name != "target"}, forests

@@ -2,25 +2,23 @@
 """The attention backend: SGLang's own for the device, with plain decode replaced, or on a server
 that speculates the verification of drafts.
 
-A subclass rather than a wrapper: whatever SGLang asks of a backend beside decode is answered by
-the base, and a layer that is not ours is one ``super()`` call away. ``S``: SGLang 0.5.23's
-``srt/``.
+A subclass rather than a wrapper: whatever SGLang asks of a backend beside decode is answered by the
+base, and a layer that is not ours is one ``super()`` call away. ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.planner import Plan
 from sglang_pat.srt.dump import make_tap
 from sglang_pat.srt.hook import LiveBatch, batches_of
@@ -41,40 +39,20 @@ from sglang_pat.stats import Stats
 logger = logging.getLogger("sglang_pat")
 
 
-class Phase(Enum):
-    """What a forward is prepared for."""
-
-    EAGER = auto()
-    CAPTURE = auto()
-    REPLAY = auto()
-
-
 @dataclass(slots=True, eq=False)
 class Forward:
-    """How one forward is served, from its preparation to its last layer.
+    """How one forward is served, from its preparation to its last layer."""
 
-    ``served``: pat has a plan for it, so its layers run on pat. ``captured``: in the capture of a
-    decode graph, the plan that replays of it can always fall back to. ``unprepared``: the batch
-    that the base has not prepared yet, kept in case a layer turns out to be the base's.
-    ``in_base``: the base prepares it without a graph; some bases call the two methods of graphs
-    from there.
-    """
-
-    phase: Phase = Phase.EAGER
-    served: bool = False
-    captured: Plan | None = None
-    unprepared: Any = None
-    in_base: bool = False
+    phase: Literal["eager", "capture", "replay"] = "eager"
+    served: bool = False  # pat has a plan for it, so its layers run on pat
+    captured: Plan | None = None  # in a capture, the plan that any replay can fall back to
+    unprepared: Any = None  # the batch that the base must prepare should a layer be the base's
+    in_base: bool = False  # the base prepares it; some bases call the methods of graphs for that
 
 
 def scales_of(layer: Any) -> tuple[float, float]:
-    """What the values of a layer's K and V in fp8_e4m3 are multiplied by; reads no device memory.
-
-    SGLang stores K / k_scale and V / v_scale, and every attention multiplies by them again. A layer
-    has each as a tensor on the device (``k_scale``), with which the pool writes, and as a float on
-    the host (``k_scale_float``), which our kernels take; both are None for a checkpoint without
-    scales, which means 1 (S layers/quantization/kv_cache.py, layers/radix_attention.py:94).
-    """
+    """What the values of a layer's K and V in fp8_e4m3 are multiplied by: on the host, beside the
+    tensors with which the pool writes; None without scales (S layers/radix_attention.py:94)."""
     k, v = layer.k_scale_float, layer.v_scale_float
     return 1.0 if k is None else k, 1.0 if v is None else v
 
@@ -83,8 +61,7 @@ def _parts(
     q: torch.Tensor, q_rope: torch.Tensor | None, layer: Any, *, latents: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The queries of a layer by head: [rows, heads, D]; with ``latents`` [rows, heads, Dv], and
-    [rows, heads, D - Dv] of their rope parts. Nothing is copied: SGLang gives the first by views of
-    any strides, and whole ones are cut into views."""
+    [rows, heads, D - Dv] of their rope parts. Views: nothing is copied."""
     heads, dim, latent = layer.tp_q_head_num, layer.qk_head_dim, layer.v_head_dim
     if q_rope is not None:
         return q.view(-1, heads, latent), q_rope.view(-1, heads, dim - latent)
@@ -108,8 +85,7 @@ class PatDecodeMixin:
         packs: bool = True,
         **base_arguments: Any,
     ) -> None:
-        """``executor``: for all batches of the runner. ``survey``: of the model's layers; those it
-        lacks are decided when they come by. ``packs``: whether a step may share anything."""
+        """``survey``: of ``LayerRoutes``. ``packs``: whether a step may share anything."""
         super().__init__(runner, **base_arguments)  # type: ignore[call-arg]
         self._config = config
         self._batches = batches_of(runner)
@@ -124,8 +100,7 @@ class PatDecodeMixin:
         self._captured: dict[int, Plan] = {}
         # By its id, each layer with scales of a graph: they are parameters of the graph's launches.
         self._scaled: dict[int, tuple[Any, tuple[float, float]]] = {}
-        reporter = start_reporter(self._stats, serving=packs)
-        self._layers = LayerRoutes(survey, self._target, reporter)
+        self._layers = LayerRoutes(survey, self._target, start_reporter(self._stats, serving=packs))
         logger.info(
             "sglang_pat: %s on pat, prefill on SGLang's own attention (%s), always; "
             "%d query heads, %d KV heads, up to %d requests; %s",
@@ -138,8 +113,7 @@ class PatDecodeMixin:
         )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward without a graph: the plan for a decode batch that pat admits, and the
-        base unless pat serves every layer of it."""
+        """Prepare a forward without a graph: our plan, and the base unless all layers are ours."""
         self._forward = Forward()
         batch = self._batches.take(forward_batch)
         planned = self._admit(forward_batch, batch) and self._plan_eager(batch, forward_batch)
@@ -171,17 +145,16 @@ class PatDecodeMixin:
         """Prepare the capture or a replay of a decode graph: our plan, and the base in a capture,
         for a batch that is not admitted, or where it serves a layer of the graph.
 
-        What a graph runs was decided when it was captured, by its rows. A graph of fewer than
-        ``min_batch`` rows is the base's alone. One of which pat served a layer has no other way to
-        run, so every replay of it loads a plan for its batch: one that shares, or else nothing, or
-        else ``StepPlanner.longest``, without which no layer is served in the capture. Where the GPU
-        has no memory for a longer list, the host has. ``forward_batch`` holds the graph's buffers,
-        of which the last ``num_padding`` rows are not requests.
+        What a graph runs was decided when it was captured, by its rows. One of which pat served a
+        layer has no other way to run, so every replay of it loads a plan for its batch: one that
+        shares, or else nothing, or else ``StepPlanner.longest``, without which no layer is served
+        in the capture. ``forward_batch`` holds the graph's buffers, of which the last
+        ``num_padding`` rows are not requests.
         """
         if self._forward.in_base:
             super().init_forward_metadata_out_graph(forward_batch)  # type: ignore[misc]
             return
-        self._forward = Forward(Phase.CAPTURE if in_capture else Phase.REPLAY)
+        self._forward = Forward("capture" if in_capture else "replay")
         batch = None if in_capture else self._batches.take(forward_batch)
         admitted = self._admit(forward_batch, batch)
         if in_capture or not admitted or not self._layers.all_are_ours:
@@ -194,8 +167,8 @@ class PatDecodeMixin:
             self._plan_replay(batch, forward_batch)
 
     def _plan_capture(self, forward_batch: Any) -> None:
-        rows, max_context = forward_batch.batch_size, self.req_to_token_pool.req_to_token.shape[1]
-        longest = self._steps.longest(rows, max_context)
+        max_context = self.req_to_token_pool.req_to_token.shape[1]
+        longest = self._steps.longest(forward_batch.batch_size, max_context)
         plan = self._steps.private(self._lengths(forward_batch, None))
         if longest is not None and plan is not None:
             self._forward.captured = longest
@@ -214,7 +187,7 @@ class PatDecodeMixin:
             plan = self._steps.private(lens)
         if plan is None:
             plan, batch = self._captured[forward_batch.batch_size], None
-        self._count_base_layers()  # a replay does not come by forward_decode
+        self._stats.base_layer(*self._layers.of_base)  # a replay does not come by forward_decode
         self._load(plan, batch, forward_batch)
 
     def _check_scales(self) -> None:
@@ -247,16 +220,11 @@ class PatDecodeMixin:
         self._executor.snapshot(forward_batch.req_pool_indices, forward_batch.seq_lens)
 
     def _lengths(self, forward_batch: Any, batch: LiveBatch | None) -> Lengths:
-        """The lengths that the step is planned with; ``batch``: None if the scheduler gave none."""
         return lengths_of(forward_batch)
 
-    def _count_base_layers(self) -> None:
-        for reason in self._layers.of_base:
-            self._stats.base_layer(reason)
-
     def _admit(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
-        """Admit a plain decode batch of enough rows, which pat can plan for; count any other by
-        reason. Returns whether it was admitted. ``batch``: None where there is none to plan."""
+        """Whether pat can plan for a forward, a plain decode batch of enough rows; counts any other
+        by reason. ``batch``: None where the scheduler gave none."""
         if not forward_batch.forward_mode.is_decode():
             self._count_other(forward_batch)
         elif forward_batch.spec_info is not None:
@@ -268,33 +236,32 @@ class PatDecodeMixin:
         return False
 
     def _count_other(self, forward_batch: Any) -> None:
-        """Count a forward of a mode that pat does not serve by the one that the scheduler meant:
-        a prefill may hold decodes."""
-        capture = self._forward.phase is Phase.CAPTURE
-        scheduled = "" if capture else self._batches.scheduled_mode
+        # A prefill may hold decodes.
+        scheduled = "" if self._forward.phase == "capture" else self._batches.scheduled_mode
         self._stats.other_forward(scheduled or forward_batch.forward_mode.name)
 
     def _admit_rows(self, forward_batch: Any, batch: LiveBatch | None) -> bool:
-        """Admit a batch of the right kind if it has enough rows and pat serves a layer; to replay
-        a graph, if pat served one in its capture."""
+        """Whether a batch of the right kind has enough rows and pat serves a layer; to replay a
+        graph, whether pat served one in its capture."""
         phase, rows = self._forward.phase, forward_batch.batch_size
-        if phase is Phase.REPLAY and rows in self._captured:
+        if phase == "replay" and rows in self._captured:
             return True
         if self._layers.none_is_ours:
-            self._count_base_layers()  # there is nothing to plan for
+            self._stats.base_layer(*self._layers.of_base)  # there is nothing to plan for
         elif rows >= self._config.min_batch:
-            if phase is not Phase.REPLAY:
+            if phase != "replay":
                 return True
             self._stats.fall_back("batch not plannable")  # nor was it in the capture
-        elif phase is not Phase.CAPTURE:  # too few requests to gain from sharing
+        elif phase != "capture":  # too few requests to gain from sharing
             self._stats.small_batch(0 if batch is None else len(batch.reqs))
         return False
 
     def _load(self, plan: Plan, batch: LiveBatch | None, forward_batch: Any) -> bool:
         """Make ``plan`` the one that the layers run. Without a ``batch`` nothing is timed or
-        checked. Without a graph the snapshot is taken, too, which graphs have captured; and where
-        the GPU has no memory for it, the base can serve the step: that returns False."""
-        eager = self._forward.phase is Phase.EAGER
+        checked. Without a graph the snapshot is taken, too, which graphs have captured. Where the
+        GPU has no memory for a longer list, the host has; without a graph the base serves the step
+        instead, and this returns False."""
+        eager = self._forward.phase == "eager"
         try:
             self._fill(plan, forward_batch)
             if eager:
@@ -319,7 +286,6 @@ class PatDecodeMixin:
         return True
 
     def _fill(self, plan: Plan, forward_batch: Any, *, list_on_host: bool = False) -> None:
-        """Put a plan where the kernels read it. Raises OutOfMemoryError."""
         self._executor.load(plan, forward_batch.batch_size, list_on_host=list_on_host)
 
     def _prepare_base(self, forward_batch: Any) -> None:
@@ -332,7 +298,7 @@ class PatDecodeMixin:
     def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One layer of a decode step: q [B, Hq * D] -> [B, Hq * Dv]; k, v [B, Hkv, D or Dv]. Of
         latents (MLA) q may be [B, Hq, Dv] beside ``q_rope`` [B, Hq, D - Dv], and k and v [B, 1, Dv]
-        beside ``k_rope`` [B, 1, D - Dv]. Arguments as of ``_attend``."""
+        beside ``k_rope`` [B, 1, D - Dv]."""
         out = self._attend(*args, **kwargs)
         if out is None:
             out = super().forward_decode(*args, **kwargs)  # type: ignore[misc]
@@ -348,8 +314,8 @@ class PatDecodeMixin:
         save_kv_cache: bool = True,
         **arguments: Any,
     ) -> torch.Tensor | None:
-        """One layer of the forward that ``_forward`` says, or None if it is the base's, which is
-        prepared then. ``arguments``: what the model gives its attention beside these."""
+        """One layer, or None if it is the base's, which is prepared then. ``arguments``: what the
+        model gives its attention beside these."""
         served, pool = self._forward.served, self.token_to_kv_pool
         if served and (reason := self._layers.reason_against(layer, q.dtype, pool, arguments)):
             self._stats.base_layer(reason)
@@ -401,12 +367,9 @@ class PatDecodeMixin:
 
 
 class PatVerifyMixin(PatDecodeMixin):
-    """Verification of draft tokens by pack, forward and merge, in front of a base.
-
-    A request is one query with ``Target.draft_tokens`` tokens: its own K/V are read once for all of
-    them, shared K/V once for all requests. SGLang sends the layers of a verify step to
-    ``forward_extend``, with the draft tokens of a request as neighbouring rows of q.
-    """
+    """Verification of draft tokens by pack, forward and merge, in front of a base: a request is one
+    query with ``Target.draft_tokens`` tokens. SGLang sends the layers of a verify step to
+    ``forward_extend``, with the draft tokens of a request as neighbouring rows of q."""
 
     verify_mask: Any  # of the base
 
@@ -422,14 +385,9 @@ class PatVerifyMixin(PatDecodeMixin):
         if given != planned:
             self._stats.fall_back("other draft tokens", f"{given} a request instead of {planned}")
             return False
-        if self._on_cpu:
+        if self.token_to_kv_pool.device == "cpu":
             return True  # SGLang's attention on a CPU cannot verify
         return self._admit_rows(forward_batch, batch)
-
-    @property
-    def _on_cpu(self) -> bool:
-        device: str = self.token_to_kv_pool.device
-        return device == "cpu"
 
     def _lengths(self, forward_batch: Any, batch: LiveBatch | None) -> Lengths:
         """SGLang's lengths of a verify step do not count the draft tokens, a plan's do."""
@@ -462,17 +420,17 @@ class PatVerifyMixin(PatDecodeMixin):
         super()._fill(plan, forward_batch, list_on_host=list_on_host)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One layer of a verify step, q [B * T, Hq * D] -> [B * T, Hq * Dv], of latents in parts as
-        in ``forward_decode``, with B * T rows; or of another forward, which is the base's, as is
-        every prefill that expands latents (MLA): SGLang's models verify on the latents themselves
-        (S models/deepseek_common/attention_backend_handler.py:135). Arguments as of ``_attend``."""
+        """One layer of a verify step, as in ``forward_decode`` with B * T rows; or of another
+        forward, which is the base's, as is every prefill that expands latents (MLA): models verify
+        on the latents themselves (S models/deepseek_common/attention_backend_handler.py:135)."""
         out = self._attend(*args, **kwargs)
         if out is None:
             out = super().forward_extend(*args, **kwargs)  # type: ignore[misc]
         return out
 
     def _leave(self, forward_batch: Any) -> None:
-        if self._on_cpu and forward_batch.forward_mode.is_target_verify():
+        on_cpu = self.token_to_kv_pool.device == "cpu"
+        if on_cpu and forward_batch.forward_mode.is_target_verify():
             raise RuntimeError(
                 "sglang_pat: could not serve a verify step, for the reason in the last warning, "
                 "and SGLang's attention on a CPU has none: restart without --speculative-algorithm"
@@ -481,12 +439,9 @@ class PatVerifyMixin(PatDecodeMixin):
 
 
 def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
-    """Whether the masks of a verify step are ``with_prefix``.
-
-    ``verify_mask``: the buffer of SGLang's backend, into which EAGLE's workers write their masks (S
-    speculative/eagle_worker_common.py:411); None without one. NGRAM's have a tensor of their own,
-    by the rule of EAGLE's without a buffer (S speculative/ngram_worker.py:350).
-    """
+    """Whether the masks of a verify step are ``with_prefix``. ``verify_mask``: the base's buffer,
+    into which EAGLE's workers write them (S speculative/eagle_worker_common.py:411), or None;
+    NGRAM's have a tensor of their own (S speculative/ngram_worker.py:350)."""
     from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
     from sglang.srt.speculative.spec_info import SpecInputType
 
@@ -498,6 +453,5 @@ def have_prefix(spec_info: Any, verify_mask: Any) -> bool:
 
 @lru_cache
 def extend(base: type, mixin: type = PatDecodeMixin) -> type:
-    """The class of a backend of SGLang with what ``mixin`` serves replaced; ``PatDecodeMixin`` says
-    what its constructor takes beside the base's arguments."""
+    """The class of a backend of SGLang with what ``mixin`` serves replaced."""
     return type(f"Pat{base.__name__}", (mixin, base), {})

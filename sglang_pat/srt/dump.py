@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The next batches of a server in a file (``SGLANG_PAT_DUMP``): paths, lengths and their plans.
-
-Without the variable, and once the file is complete, a step tests one attribute. What goes wrong
-costs the rest of the dump, never a step.
-"""
+What goes wrong costs the rest of the dump, never a step."""
 
 from __future__ import annotations
 
@@ -91,11 +88,8 @@ def make_tap(runner: Any, config: PatConfig, target: Target) -> Tap | None:
     try:
         tap = Tap(config.dump, header)
     except OSError as error:
-        logger.warning(
-            "sglang_pat: no dump: %s; SGLANG_PAT_DUMP must name a new file in a folder that the "
-            "server may write to",
-            error,
-        )
+        new = "SGLANG_PAT_DUMP must name a new file in a folder that the server may write to"
+        logger.warning("sglang_pat: no dump: %s; %s", error, new)
         return None
     logger.info("sglang_pat: the next %d new plans go to %s", BATCHES, config.dump)
     return tap

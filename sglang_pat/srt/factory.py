@@ -13,13 +13,14 @@ import torch
 
 from sglang_pat.capacity import MB, Capacity, fit_workspace
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.srt import hook, launch, stock, support
 from sglang_pat.srt.backend import PatDecodeMixin, PatVerifyMixin, extend
-from sglang_pat.srt.layers import describe, heads_of, survey_layers
+from sglang_pat.srt.layers import Heads, describe, heads_of, survey_layers
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.stats import Stats
 from sglang_pat.target import WITHOUT_BRANCHES, Target
+from sglang_pat.workspace import Workspace
 
 logger = logging.getLogger("sglang_pat")
 
@@ -64,43 +65,59 @@ def make_pat_backend(runner: Any, name: str, of_sglang: Callable[[Any], Any]) ->
 def make_executor(runner: Any, config: PatConfig) -> Executor:
     """The executor of a model runner. Its target is sized by the runner's pools and graphs and, on
     a GPU, by the budget of its workspace. After a sleep of the server it is as new."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
     if config.policy != "default":
         logger.info("sglang_pat: %s", config)
-    table = runner.req_to_token_pool.req_to_token
-    masks = _has_draft_masks(runner)
+    table, requests = runner.req_to_token_pool.req_to_token, runner.req_to_token_pool.size
+    heads = heads_of(runner)
+    # Whether the steps that pat serves verify draft tokens that may be a tree.
+    masks = heads.draft_tokens > 1 and support.may_be_trees(resolving_view(runner.server_args))
+    options = {
+        **heads._asdict(),
+        "kv_bytes": runner.kv_cache_dtype.itemsize,
+        "policy": config.policy,
+    }
     if table.device.type == "cpu":
-        executor = Executor(_cpu_target(runner, config), config, table, draft_masks=masks)
+        most = max(requests, _largest_graph(requests))
+        target = Target.cpu(threads=torch.get_num_threads(), max_queries=most, **options)
+        workspace = None
     else:
-        capacity = _capacity(runner, config)
-        target = _gpu_target(runner, config, capacity)
-        region = partial(hook.kv_cache_region, runner)
-        tokens = capacity.list_tokens
-        executor = Executor(target, config, table, region, tokens, draft_masks=masks)
-    hook.reset_on_wake(executor)
+        capacity = _capacity(runner, heads, config)
+        if masks:
+            options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
+        target = Target.gpu(
+            torch.cuda.get_device_properties(table.device),
+            max_queries=capacity.max_queries,
+            max_partials=capacity.max_partials,
+            **options,
+        )
+        workspace = Workspace(
+            target,
+            table.shape[1],
+            table.device,
+            list_tokens=capacity.list_tokens,
+            # Of latents there is one kernel, whatever the policy.
+            launch=config.launch if target.v_head_dim == target.head_dim else "queue",
+            draft_masks=masks,
+            check=config.check,
+            region=partial(hook.kv_cache_region, runner),
+        )
+    executor = Executor(target, table, workspace, draft_masks=masks)
+    hook.sleepers.add(executor)  # which holds no reference
     return executor
 
 
-def _cpu_target(runner: Any, config: PatConfig) -> Target:
-    """For all requests of the pool: a CPU has no workspace, and so no budget."""
-    requests = runner.req_to_token_pool.size
-    return Target.cpu(
-        threads=torch.get_num_threads(),
-        max_queries=max(requests, _largest_graph(requests)),
-        **_options(runner, config),
-    )
-
-
-def _capacity(runner: Any, config: PatConfig) -> Capacity:
+def _capacity(runner: Any, heads: Heads, config: PatConfig) -> Capacity:
     """What the workspace is made for: every batch of the server's pools. It is logged.
 
     SGLang may shrink the K/V pool after the graphs are captured (S model_executor/
     model_runner_components/kv_pool_runtime.py:149): the list of slots is then longer than needed.
     """
-    heads = heads_of(runner)
     requests = runner.req_to_token_pool.size
     capacity = fit_workspace(
         num_q_heads=heads.num_q_heads,
-        head_dim=heads.output_dim,
+        head_dim=heads.v_head_dim or heads.head_dim,
         draft_tokens=heads.draft_tokens,
         pool_requests=requests,
         pool_tokens=runner.max_total_num_tokens,
@@ -113,41 +130,9 @@ def _capacity(runner: Any, config: PatConfig) -> Capacity:
     return capacity
 
 
-def _gpu_target(runner: Any, config: PatConfig, capacity: Capacity) -> Target:
-    device = runner.req_to_token_pool.req_to_token.device
-    options = _options(runner, config)
-    if _has_draft_masks(runner):
-        options["cuts"] = WITHOUT_BRANCHES  # they have no masks of drafted trees on a GPU
-    return Target.gpu(
-        torch.cuda.get_device_properties(device),
-        max_queries=capacity.max_queries,
-        max_partials=capacity.max_partials,
-        **options,
-    )
-
-
-def _options(runner: Any, config: PatConfig) -> dict[str, Any]:
-    """Fields of the target that the model and the server's options decide."""
-    return {
-        **heads_of(runner)._asdict(),
-        "kv_bytes": runner.kv_cache_dtype.itemsize,
-        "policy": config.policy,
-    }
-
-
-def _has_draft_masks(runner: Any) -> bool:
-    """Whether the steps that pat serves verify draft tokens that may be a tree."""
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    return heads_of(runner).draft_tokens > 1 and support.may_be_trees(
-        resolving_view(runner.server_args)
-    )
-
-
 def _largest_graph(pool_requests: int) -> int:
-    """Queries of the largest decode graph that SGLang may capture, padding included; 0 without
-    graphs. As ``get_batch_sizes_to_capture`` (S model_executor/runner/base_cuda_graph_runner.py:65)
-    clamps them."""
+    """Queries of the largest decode graph that SGLang may capture, padding included, as it clamps
+    them (S model_executor/runner/base_cuda_graph_runner.py:65); 0 without graphs."""
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils import get_cuda_graph_max_batch_size

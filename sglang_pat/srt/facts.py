@@ -2,9 +2,8 @@
 """What models do in their layers, by config.json and by what SGLang's code of them is known to do.
 
 ``FACTS`` lists what no list of layers in config.json shows, and often no layer of a loaded model
-either, as it goes with the call: biases, temperatures, other kinds of attention.
-``sglang-pat doctor`` (``kinds``) and a server's survey of its model (``facts``) both ask it, so
-that both give one answer before the first forward. ``S``: SGLang 0.5.23's ``srt/``.
+either, as it goes with the call. ``sglang-pat doctor`` (``kinds``) and a server's survey of its
+model (``facts``) both ask it. ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
@@ -39,15 +38,11 @@ WITH_SINKS = (
 
 
 class Fact(NamedTuple):
-    """Why layers of some models are the base's.
+    """Why layers of some models are the base's."""
 
-    ``names``: of architectures. ``holds``: of a layer, by the text model's
-    configuration.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of architectures
     reason: str
-    holds: Callable[[Any, int], object] = lambda config, layer: True
+    holds: Callable[[Any, int], object] = lambda config, layer: True  # by the text model's config
 
 
 def _on(name: str) -> Callable[[Any, int], object]:
@@ -115,10 +110,7 @@ def facts(model_config: Any) -> Callable[[int], str]:
 
 
 def kinds(model_config: Any) -> list[str]:
-    """For each layer of SGLang's ``ModelConfig`` why it is not ours, or "", whatever its heads.
-
-    From SGLang's own lists where it has them, else from ``layer_types`` of config.json.
-    """
+    """For each layer of SGLang's ``ModelConfig`` why it is not ours, or "", whatever its heads."""
     text, fact = model_config.hf_text_config, facts(model_config)
     reasons = [""] * model_config.num_hidden_layers
     listed = model_config.swa_attention_layer_ids
@@ -159,8 +151,7 @@ def caps_logits(model_config: Any) -> bool:
 
 
 def sparse_layers(model_config: Any) -> list[int]:
-    """Layers that SGLang's wrapper keeps from us, of models with attention of two kinds (MiniMax
-    M3): to look at, they are attention like any other."""
+    """Layers that SGLang's wrapper keeps from us (MiniMax M3): to look at, they are attention."""
     from sglang.srt.configs import model_config as configs
 
     config = model_config.hf_config

@@ -7,12 +7,9 @@ follows run on one thread, after all evictions and splits of the step, so a mail
 runner is enough: the hook puts the batch in, ``init_forward_metadata`` takes it out. Where
 ``patches/0.5.23-pat.patch`` is in SGLang, batches carry their requests, and there is no such hook.
 
-With ``--enable-memory-saver`` a server gives its memory back while it sleeps
-(``release_memory_occupation``) and takes it again (``resume_memory_occupation``): addresses stay,
-contents do not, and captured graphs stay valid. What we hold is allocated in the region of the K/V
-pool (S mem_cache/memory_pool.py:405, ``S`` being SGLang 0.5.23's ``srt/``), and a hook after the
-resume resets it. Without ``--enable-memory-saver`` the same requests only flush the cache, nothing
-is released, and the reset costs one copy of a plan.
+With ``--enable-memory-saver`` a server gives its memory back while it sleeps and takes it again
+(``resume_memory_occupation``): addresses stay, contents do not, and captured graphs stay valid.
+What we hold is allocated in the region of the K/V pool, and a hook after the resume resets it.
 """
 
 from __future__ import annotations
@@ -43,18 +40,13 @@ _ATTRIBUTE = "_sglang_pat_mailbox"
 
 @dataclass(frozen=True, slots=True)
 class LiveBatch:
-    """The requests of a decode or verify step, in row order, and the cache of their prefixes.
-
-    ``rows`` [>= len(reqs)] int64, CPU: the row of ``req_to_token`` of each query of the batch.
-    ``others``: forwards of other kinds that came before, of the same model runner.
-    ``exact``: ``others`` is a counter of SGLang's instead, and while it and ``rows`` stay the same,
-    so does where each request stands in the cache.
-    """
+    """The requests of a decode or verify step, in row order, and the cache of their prefixes."""
 
     reqs: list[Any]
     tree_cache: Any
-    rows: torch.Tensor
-    others: int = 0
+    rows: torch.Tensor  # [>= len(reqs)] int64, CPU: the row of req_to_token of each query
+    others: int = 0  # forwards of other kinds that came before, of the same model runner, or ...
+    # ... a counter of SGLang's: while it and the rows are the same, so is where requests stand.
     exact: bool = False
 
 
@@ -66,7 +58,6 @@ def batches_of(runner: Any) -> Mailbox | CarriedRequests:
     it; "" if no scheduler made it.
     """
     if carries_requests():
-        logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch")
         return CarriedRequests()
     mailbox = getattr(runner, _ATTRIBUTE, None) or Mailbox()
     setattr(runner, _ATTRIBUTE, mailbox)
@@ -81,11 +72,7 @@ def carries_requests() -> bool:
 
 
 class CarriedRequests:
-    """Takes the requests from the forward itself.
-
-    With ``anchor_version``, a counter of the prefix cache, equal rows and counters mean that every
-    request stands where it stood; without one, as with the hook, other forwards are counted.
-    """
+    """Takes the requests from the forward itself, and ``anchor_version`` from the prefix cache."""
 
     def __init__(self) -> None:
         self._others = 0
@@ -111,30 +98,27 @@ class Mailbox:
     """Holds the batch of the forward that comes next, if that is a decode or verify step."""
 
     def __init__(self) -> None:
-        self._batch: LiveBatch | None = None
-        self._mode = ""
+        self._held: tuple[LiveBatch | None, str] = (None, "")  # and the mode
         self.scheduled_mode = ""
         self.others = 0
 
     def put(self, batch: LiveBatch | None, mode: str) -> None:
         """Replace what is held, so that no forward ever sees an older one's batch."""
-        self._batch, self._mode = batch, mode
+        self._held = (batch, mode)
         self.others += batch is None
 
     def take(self, _forward_batch: Any = None) -> LiveBatch | None:
-        batch, self._batch = self._batch, None
-        self.scheduled_mode, self._mode = self._mode, ""
+        (batch, self.scheduled_mode), self._held = self._held, (None, "")
         return batch
 
 
 def scheduled_mode(batch: Any) -> str:
-    """SGLang's name of the mode that its scheduler meant for ``batch``, a ``ScheduleBatch`` as
-    ``ForwardBatch.init_new`` gets it.
+    """SGLang's name of the mode that its scheduler meant for ``batch``, a ``ScheduleBatch``.
 
     On its way to the backend SGLang gives a forward other modes: its runners make EXTEND of MIXED,
-    and the padding of data parallel attention makes it of DECODE and IDLE. One is rewritten before
-    that: while another rank prefills, ``convert_decode_to_extend`` makes a prefill of a decode
-    step, all requests of which are ``decoding_reqs`` then.
+    and the padding of data parallel attention makes it of DECODE and IDLE. One is rewritten before:
+    while another rank prefills, ``convert_decode_to_extend`` makes a prefill of a decode step, all
+    requests of which are ``decoding_reqs`` then.
     """
     name: str = batch.forward_mode.name
     return "DECODE" if name == "EXTEND" and batch.decoding_reqs else name
@@ -146,21 +130,16 @@ def after_init_new(
     """AFTER hook of ``ForwardBatch.init_new(batch, model_runner, ...)``; changes nothing."""
     mailbox = getattr(model_runner, _ATTRIBUTE, None)
     if mailbox is not None:
-        live = None
-        mode = batch.forward_mode
+        live, mode = None, batch.forward_mode
         if mode.is_decode() or mode.is_target_verify():
             rows = batch.req_pool_indices_cpu
             live = LiveBatch(batch.reqs, batch.tree_cache, rows, mailbox.others)
         mailbox.put(live, scheduled_mode(batch))
 
 
-# All of this process: it has one scheduler, whose sleep is of all that the process holds.
-_sleepers: WeakSet[Any] = WeakSet()
-
-
-def reset_on_wake(sleeper: Any) -> None:
-    """Call ``sleeper.reset()`` whenever the K/V pool's memory has come back; holds no reference."""
-    _sleepers.add(sleeper)
+# All whose ``reset()`` is called when the K/V pool's memory has come back. A process has one
+# scheduler, whose sleep is of all that the process holds.
+sleepers: WeakSet[Any] = WeakSet()
 
 
 def after_resume(_result: Any, _updater: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -171,17 +150,14 @@ def after_resume(_result: Any, _updater: Any, request: Any, *_args: Any, **_kwar
     # is not there to be written to.
     if request.tags and GPU_MEMORY_TYPE_KV_CACHE not in request.tags:
         return
-    for sleeper in list(_sleepers):
+    for sleeper in list(sleepers):
         sleeper.reset()
         logger.info("sglang_pat: awake, the next plan is loaded anew")
 
 
 def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
-    """The context in which to allocate what sleeps with a model runner's K/V pool; one that does
-    nothing without ``--enable-memory-saver``.
-
-    Raises RuntimeError if nobody would tell us of the wake.
-    """
+    """The context in which to allocate what sleeps with a model runner's K/V pool. Raises
+    RuntimeError if nobody would tell us of the wake."""
     from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 
     adapter = runner.memory_saver_adapter
@@ -196,8 +172,7 @@ def kv_cache_region(runner: Any) -> AbstractContextManager[None]:
 
 
 def is_installed(target: str, wanted: Any) -> bool:
-    """Whether the hook ``wanted`` is in the chain of wrappers around the function at a dotted path
-    of SGLang; False where there is none."""
+    """Whether the hook ``wanted`` is in the chain of wrappers around a function of SGLang."""
     try:
         function = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):  # another SGLang, to which no hook was applied either

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of SGLang that the plugin uses, checked by name before a server starts.
 
-What the plugin reads of SGLang's objects is not promised by anyone, and much of it exists on
-instances only. So attributes are looked for in SGLang's source text, without importing the modules,
-some of which take seconds; a class has what it or its bases define or assign to ``self``.
+Much of it exists on instances only. So attributes are looked for in SGLang's source text, without
+importing the modules, some of which take seconds.
 """
 
 from __future__ import annotations
@@ -15,93 +14,72 @@ from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 
-_FORWARD = ("batch_size", "forward_mode", "spec_info", "encoder_lens", "req_pool_indices")
-_LENGTHS = ("seq_lens", "seq_lens_cpu")
-_NODE = ("id", "parent", "key")
-_BASE = ("req_to_token_pool", "token_to_kv_pool", "forward_decode", "init_forward_metadata")
-
 # What is read, by the class under ``sglang.srt`` (or the function that makes the object).
 # ``a.b``: attribute b of self.a, which the class must use itself.
-ATTRIBUTES = {
-    "managers.schedule_batch.Req": ("kv", "lock", "rid"),
-    "managers.schedule_batch.ReqKvInfo": (
-        *("req_pool_idx", "cache_protected_len", "kv_committed_len", "kv_allocated_len"),
-    ),
-    "managers.schedule_batch.ScheduleBatch": (
-        *("reqs", "tree_cache", "req_pool_indices_cpu", "forward_mode", "decoding_reqs"),
-    ),
-    "mem_cache.base_prefix_cache.TreeLock": ("node",),
-    "mem_cache.radix_cache.RadixCache": (
-        *("disable", "root_node", "path_device_indices", "req_to_token_pool"),
-    ),
-    "mem_cache.radix_cache.TreeNode": _NODE,
-    "mem_cache.radix_cache.RadixKey": ("__len__",),
-    "mem_cache.unified_radix_cache.UnifiedRadixCache": (
-        *("disable", "tree_core", "session", "path_device_indices", "req_to_token_pool"),
-    ),
-    "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore": ("_node_arena",),
-    "mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode": _NODE,
-    "mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore": (
-        *("_binding", "_binding.collect_path_info", "_binding.validate_buffer_backup"),
-    ),
-    "session.streaming_session.StreamingSession": ("slots", "borrowed_slot"),
-    "session.streaming_session.SessionSlot": ("lock",),
-    "model_executor.forward_batch_info.ForwardMode": ("is_decode", "is_target_verify"),
-    "model_executor.forward_batch_info.ForwardBatch": (*_FORWARD, *_LENGTHS, "out_cache_loc"),
-    "model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view": (
-        *(*_FORWARD, *_LENGTHS, "num_padding"),
-    ),
-    "model_executor.model_runner.ModelRunner": (
-        *("device", "dtype", "kv_cache_dtype", "is_draft_worker", "init_new_workspace"),
-        *("decode_attention_backend_str", "prefill_attention_backend_str", "kv_cache_dtype_str"),
-        *("kv_index_translator", "model_config", "req_to_token_pool", "token_to_kv_pool"),
-        *("memory_saver_adapter", "model", "prefill_aware_swa", "server_args"),
-    ),
-    "model_executor.cuda_graph_config.PhaseConfig": ("backend", "bs", "max_bs"),
-    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": (
-        "resume_memory_occupation",
-    ),
-    "managers.io_struct.ResumeMemoryOccupationReqInput": ("tags",),
-    "configs.model_config.ModelConfig": (
-        *("get_num_attention_heads", "get_num_kv_heads", "head_dim", "is_encoder_decoder"),
-        *("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"),
-        *("attention_arch", "dtype", "hf_config", "is_generation", "quantization"),
-    ),
-    "layers.radix_attention.RadixAttention": (
-        *("layer_id", "tp_q_head_num", "tp_k_head_num", "tp_v_head_num", "qk_head_dim"),
-        *("v_head_dim", "scaling", "logit_cap", "logit_capping_method", "k_scale", "v_scale"),
-        *("k_scale_float", "v_scale_float"),
-        *("is_cross_attention", "attn_type", "sliding_window_size", "xai_temperature_len"),
-    ),
-    "mem_cache.memory_pool.ReqToTokenPool": ("req_to_token", "req_generation", "size"),
-    "disaggregation.decode.DecodeReqToTokenPool": ("req_generation",),
-    "mem_cache.memory_pool.MHATokenToKVPool": (
-        *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer"),
-        *("requires_physical_write_loc", "get_kv_cache_quant_method"),
-    ),
-    "mem_cache.memory_pool.MLATokenToKVPool": (
-        *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer", "set_mla_kv_buffer"),
-    ),
-    "mem_cache.memory_pool.HybridLinearKVPool": (
-        *("device", "get_key_buffer", "get_value_buffer", "set_kv_buffer", "full_kv_pool"),
-        "set_mla_kv_buffer",
-    ),
-    "mem_cache.swa_memory_pool.SWAKVPool": ("layers_mapping", "full_kv_pool"),
-    "mem_cache.kv_index_translator.KVIndexTranslator": ("is_translating",),
-    "arg_groups.fields.parallel.Parallel": (
-        *("attn_tp_size", "attn_tp_rank", "attn_cp_size", "attn_dcp_size", "tp_rank"),
-        *("pp_rank", "pp_size", "pp_async_batch_depth", "enable_kv_cache_sharding"),
-    ),
-    "server_args.ServerArgs": ("resolve_once",),
-    "layers.attention.base_attn_backend.AttentionBackend": ("shared_read_ends",),
-    "layers.attention.base_attn_backend.SharedReadEnds": ("IN_REPLAY", "max_of"),
-    "layers.attention.torch_native_backend.TorchNativeAttnBackend": _BASE,
-    "layers.attention.flashattention_backend.FlashAttentionBackend": _BASE,
-    "layers.attention.flashinfer_backend.FlashInferAttnBackend": _BASE,
-    "layers.attention.triton_backend.TritonAttnBackend": _BASE,
-    "layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend": _BASE,
-}
-
+_TABLE = """\
+managers.schedule_batch.Req: kv lock rid
+managers.schedule_batch.ReqKvInfo: req_pool_idx cache_protected_len kv_committed_len
+    kv_allocated_len
+managers.schedule_batch.ScheduleBatch: reqs tree_cache req_pool_indices_cpu forward_mode
+    decoding_reqs
+mem_cache.base_prefix_cache.TreeLock: node
+mem_cache.radix_cache.RadixCache: disable root_node path_device_indices req_to_token_pool
+mem_cache.radix_cache.TreeNode: id parent key
+mem_cache.radix_cache.RadixKey: __len__
+mem_cache.unified_radix_cache.UnifiedRadixCache: disable tree_core session path_device_indices
+    req_to_token_pool
+mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore: _node_arena
+mem_cache.unified_cache.unified_tree_core.UnifiedTreeNode: id parent key
+mem_cache.rust_tree_core.adapter.RustUnifiedTreeCore: _binding _binding.collect_path_info
+    _binding.validate_buffer_backup
+session.streaming_session.StreamingSession: slots borrowed_slot
+session.streaming_session.SessionSlot: lock
+model_executor.forward_batch_info.ForwardMode: is_decode is_target_verify
+model_executor.forward_batch_info.ForwardBatch: batch_size forward_mode spec_info encoder_lens
+    req_pool_indices seq_lens seq_lens_cpu out_cache_loc
+model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view: batch_size forward_mode
+    spec_info encoder_lens req_pool_indices seq_lens seq_lens_cpu num_padding
+model_executor.model_runner.ModelRunner: device dtype kv_cache_dtype is_draft_worker
+    init_new_workspace decode_attention_backend_str prefill_attention_backend_str kv_cache_dtype_str
+    kv_index_translator model_config req_to_token_pool token_to_kv_pool memory_saver_adapter model
+    prefill_aware_swa server_args
+model_executor.cuda_graph_config.PhaseConfig: backend bs max_bs
+managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager: resume_memory_occupation
+managers.io_struct.ResumeMemoryOccupationReqInput: tags
+configs.model_config.ModelConfig: get_num_attention_heads get_num_kv_heads head_dim
+    is_encoder_decoder num_attention_heads kv_lora_rank qk_rope_head_dim attention_arch dtype
+    hf_config is_generation quantization
+layers.radix_attention.RadixAttention: layer_id tp_q_head_num tp_k_head_num tp_v_head_num
+    qk_head_dim v_head_dim scaling logit_cap logit_capping_method k_scale v_scale k_scale_float
+    v_scale_float is_cross_attention attn_type sliding_window_size xai_temperature_len
+mem_cache.memory_pool.ReqToTokenPool: req_to_token req_generation size
+disaggregation.decode.DecodeReqToTokenPool: req_generation
+mem_cache.memory_pool.MHATokenToKVPool: device get_key_buffer get_value_buffer set_kv_buffer
+    requires_physical_write_loc get_kv_cache_quant_method
+mem_cache.memory_pool.MLATokenToKVPool: device get_key_buffer get_value_buffer set_kv_buffer
+    set_mla_kv_buffer
+mem_cache.memory_pool.HybridLinearKVPool: device get_key_buffer get_value_buffer set_kv_buffer
+    full_kv_pool set_mla_kv_buffer
+mem_cache.swa_memory_pool.SWAKVPool: layers_mapping full_kv_pool
+mem_cache.kv_index_translator.KVIndexTranslator: is_translating
+arg_groups.fields.parallel.Parallel: attn_tp_size attn_tp_rank attn_cp_size attn_dcp_size tp_rank
+    pp_rank pp_size pp_async_batch_depth enable_kv_cache_sharding
+server_args.ServerArgs: resolve_once
+layers.attention.base_attn_backend.AttentionBackend: shared_read_ends
+layers.attention.base_attn_backend.SharedReadEnds: IN_REPLAY max_of
+layers.attention.torch_native_backend.TorchNativeAttnBackend: req_to_token_pool token_to_kv_pool
+    forward_decode init_forward_metadata
+layers.attention.flashattention_backend.FlashAttentionBackend: req_to_token_pool token_to_kv_pool
+    forward_decode init_forward_metadata
+layers.attention.flashinfer_backend.FlashInferAttnBackend: req_to_token_pool token_to_kv_pool
+    forward_decode init_forward_metadata
+layers.attention.triton_backend.TritonAttnBackend: req_to_token_pool token_to_kv_pool forward_decode
+    init_forward_metadata
+layers.attention.trtllm_mha_backend.TRTLLMHAAttnBackend: req_to_token_pool token_to_kv_pool
+    forward_decode init_forward_metadata
+"""
+_ROWS = (row.split(": ") for row in _TABLE.replace("\n    ", " ").splitlines())
+ATTRIBUTES = {path: tuple(names.split()) for path, names in _ROWS}
 
 _LAYER = ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")
 _NATIVE = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -119,35 +97,26 @@ SIGNATURES = {
 
 def interface_mismatches() -> list[str]:
     """What SGLang lacks of the interface that the plugin uses, by name."""
-    return [*_signatures(), *_attributes(), *_path_elements()]
-
-
-def _signatures() -> Iterator[str]:
-    for path, expected in SIGNATURES.items():
-        function = resolve_name(f"sglang.srt.{path}")
-        found = tuple(inspect.signature(function).parameters)[: len(expected)]
-        if found != expected:
-            yield f"{'.'.join(path.split('.')[-2:])} takes {found}, not {expected}"
-
-
-def _attributes() -> Iterator[str]:
-    for path, needed in ATTRIBUTES.items():
-        name = path.rpartition(".")[2]
-        found = names_of(f"sglang.srt.{path}")
-        if not found:
-            yield f"there is no sglang.srt.{path}"
-        elif missing := set(needed) - found:
-            yield f"{name} has no {', '.join(sorted(missing))}"
-
-
-def _path_elements() -> Iterator[str]:
-    """csrc/srt/node_source.cpp reads the elements of the Rust tree core's paths by position."""
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
-    expected = ("node_id", "parent_id", "path_start", "path_end")
-    found = TreePathNodeInfo.__struct_fields__[: len(expected)]
-    if found != expected:
-        yield f"TreePathNodeInfo begins with {found}, not {expected}"
+    lacks = []
+    for path, expected in SIGNATURES.items():
+        function = resolve_name(f"sglang.srt.{path}")
+        taken = tuple(inspect.signature(function).parameters)[: len(expected)]
+        if taken != expected:
+            lacks.append(f"{'.'.join(path.split('.')[-2:])} takes {taken}, not {expected}")
+    for path, needed in ATTRIBUTES.items():
+        found = names_of(f"sglang.srt.{path}")
+        if not found:
+            lacks.append(f"there is no sglang.srt.{path}")
+        elif missing := set(needed) - found:
+            lacks.append(f"{path.rpartition('.')[2]} has no {', '.join(sorted(missing))}")
+    # csrc/srt/node_source.cpp reads the elements of the Rust tree core's paths by position.
+    elements = ("node_id", "parent_id", "path_start", "path_end")
+    begins = TreePathNodeInfo.__struct_fields__[: len(elements)]
+    if begins != elements:
+        lacks.append(f"TreePathNodeInfo begins with {begins}, not {elements}")
+    return lacks
 
 
 @cache

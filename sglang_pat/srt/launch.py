@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stops a server that ``pat`` does not serve, with one line for each reason.
 
-SGLang resolves the server's arguments once, in the process that launches the server:
-``ServerArgs.resolve_once``. ``python -m sglang.launch_server``, ``sglang serve`` and ``Engine`` all
-go through it, and the model's config.json is read in it. Two hooks stand around it and ask the
-tables (``support``) before any weight is loaded. They are asked again when the backend is made, of
-what the model runner has turned out to be. SGLang only logs a plugin that fails, so this is also
-where a missing hook or a changed interface stops the server.
+However a server is launched, SGLang resolves its arguments once, by ``ServerArgs.resolve_once``,
+and reads the model's config.json there. Two hooks stand around it and ask the tables (``support``)
+before any weight is loaded. They are asked again when the backend is made, of what the model runner
+has turned out to be. SGLang only logs a plugin that fails, so this is also where a missing hook or
+a changed interface stops the server.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ class LaunchRefused(RuntimeError):
 
 def before_resolve(server_args: Any) -> None:
     """Hook before ``resolve_once``: refuse wrong options of ours, and a machine on which SGLang
-    itself finds no device; then let SGLang resolve the rest as without ``pat``.
-
-    Without the refusal, SGLang fails there with "No accelerator ... is available" or, with
-    ``--device cpu``, with "No module named 'vllm'".
-    """
+    itself finds no device; then let SGLang resolve the rest as without ``pat``."""
     if getattr(server_args, _CHECKED, False) or not stock.asks_for_pat(server_args):
         return
     found = (reason_against_options(), _reason_against_machine())
@@ -76,12 +71,10 @@ def mark_checked(server_args: Any) -> None:
 def refuse_unsafe(runner: Any) -> None:
     """Raise RuntimeError with every reason against serving a model runner with ``pat``, each with
     the way out."""
-    reasons = foreign_reasons()
-    if not reasons:  # the rest reads what a foreign interface may lack
-        reasons = [str(reason) for reason in support.refusals(support.by_runner(runner))]
-    if reasons:
-        listed = "".join(f"\n  - {reason}" for reason in reasons)
-        raise RuntimeError(f"{_REFUSES}{listed}")
+    reasons: list[Any] = foreign_reasons()
+    # The rest reads what a foreign interface may lack.
+    if reasons := reasons or support.refusals(support.by_runner(runner)):
+        raise RuntimeError("\n  - ".join([_REFUSES, *map(str, reasons)]))
 
 
 def refuse_unresolved(_runner: Any) -> Any:
@@ -110,11 +103,9 @@ def reason_against_options() -> str:
 
 
 def _reason_against_machine() -> str:
-    """Why SGLang cannot start here at all, with the way out, or "".
-
-    SGLang falls back to its base platform when it finds neither a GPU of any kind nor a platform
-    of a plugin; of the devices it knows only HPUs are not among its platforms.
-    """
+    """Why SGLang cannot start here at all, with the way out, or "": it falls back to its base
+    platform when it finds neither a GPU of any kind nor a platform of a plugin; of the devices it
+    knows only HPUs are not among its platforms. It would say "No accelerator ... is available"."""
     from sglang.srt.platforms import current_platform
     from sglang.srt.platforms.interface import SRTPlatform
     from sglang.srt.utils.common import is_habana_available
@@ -125,11 +116,8 @@ def _reason_against_machine() -> str:
 
 
 def _refuse(server_args: Any, reasons: list[str]) -> None:
-    """Raise SystemExit in a program that parsed a command line, else LaunchRefused.
-
-    Python prints the message of a SystemExit without a traceback and exits with status 1. A program
-    that calls ``Engine(...)`` gets an exception that it can catch.
-    """
+    """Raise SystemExit, which Python prints without a traceback, in a program that parsed a command
+    line; one that calls ``Engine(...)`` gets an exception that it can catch."""
     message = "\n".join(f"{_REFUSES} {reason}" for reason in reasons)
     command = getattr(server_args, "launch_command", None)
     if command is None or command.startswith("Engine("):

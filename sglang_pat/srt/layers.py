@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who serves each layer of a model: pat, or SGLang's own attention, and why.
-
-``reason_against_layer`` is asked of the modules of the loaded model (``survey_layers``), of layers
-as they come by (``LayerRoutes``), and, by config.json alone, of what stands in for them
-(``reasons_by_layer``, for ``sglang-pat doctor``).
-"""
+"""Who serves each layer of a model: pat, or SGLang's own attention, and why: of a loaded model
+(``survey_layers``), of layers as they come by (``LayerRoutes``), and by config.json alone
+(``reasons_by_layer``, for ``sglang-pat doctor``)."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from itertools import groupby
 from math import inf
 from types import SimpleNamespace
@@ -53,17 +49,10 @@ class Heads(NamedTuple):
     draft_tokens: int = 1
     v_head_dim: int = 0
 
-    @property
-    def output_dim(self) -> int:
-        """Of a head's output and so of V."""
-        return self.v_head_dim or self.head_dim
-
 
 def heads_by_config(model: Any, ranks: int, draft_tokens: int = 1) -> Heads:
-    """The heads of each of so many ranks that share them, by SGLang's ``ModelConfig``.
-
-    With latents (MLA), K of a token is its latent and its rope part, which all query heads read,
-    and V the latent; ``model.head_dim`` is another number there."""
+    """The heads of each of so many ranks that share them, by SGLang's ``ModelConfig``. With latents
+    (MLA), K of a token is its latent and its rope part, and V the latent."""
     queries: int = model.get_num_attention_heads(ranks)
     if model.attention_arch.name == "MLA":
         latent: int = model.kv_lora_rank
@@ -78,10 +67,7 @@ def reads_latents(planned: Target | Heads) -> bool:
 
 def reason_against_layer(layer: Any, dtype: torch.dtype, pool: Any, planned: Target | Heads) -> str:
     """Why the base must serve a layer (SGLang's ``RadixAttention``), or "" if ``pat`` can.
-
-    ``dtype``: of the queries. ``planned``: the heads that plans are made for. Raises what the pool
-    raises for a layer that it does not have.
-    """
+    ``dtype``: of the queries. Raises what the pool raises for a layer that it does not have."""
     return (
         _against_kind(layer, pool, planned)
         or reason_against_heads(layer, pool.device, draft_tokens=planned.draft_tokens)
@@ -123,17 +109,13 @@ def reason_against_heads(
     layer: Any, device: str, shared: int | None = None, draft_tokens: int = 1
 ) -> str:
     """Why the executor of a device has no room for a layer's heads, or "". ``draft_tokens``: of a
-    query (``Target``).
-
-    ``shared``: bytes of shared memory that one block of the GPU can have, of a GPU that is not
-    here; None asks ``device``.
-    """
+    query. ``shared``: bytes of shared memory that a block has on a GPU that is not here; None asks
+    ``device``."""
     dims = (layer.qk_head_dim, layer.v_head_dim)
     if torch.device(device).type == "cpu":
-        for dim in dims:
-            if dim > MAX_HEAD_DIM or dim % HEAD_DIM_STEP:
-                return f"head dim {dim}, not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
-        return ""
+        wrong = [dim for dim in dims if dim > MAX_HEAD_DIM or dim % HEAD_DIM_STEP]
+        words = f"not a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        return f"head dim {wrong[0]}, {words}" if wrong else ""
     group = layer.tp_q_head_num // layer.tp_k_head_num
     if dims == LATENT_DIMS:
         if group * draft_tokens <= MOST_LATENT_ROWS:
@@ -162,12 +144,10 @@ def _against_shared(head_dim: int, device: str, shared: int | None) -> str:
     if shared is None:
         properties: Any = torch.cuda.get_device_properties(device)
         shared = int(properties.shared_memory_per_block_optin)
-    if needed > shared:
-        return (
-            f"head dim {head_dim}, which needs {needed} bytes of shared memory per block where "
-            f"this GPU has {shared}"
-        )
-    return ""
+    if needed <= shared:
+        return ""
+    words = f"which needs {needed} bytes of shared memory per block where this GPU has {shared}"
+    return f"head dim {head_dim}, {words}"
 
 
 def _against_cache(layer: Any, dtype: torch.dtype, pool: Any) -> str:
@@ -177,9 +157,9 @@ def _against_cache(layer: Any, dtype: torch.dtype, pool: Any) -> str:
     if values.shape[1:] != (layer.tp_v_head_num, layer.v_head_dim):
         return f"a V cache of shape {tuple(values.shape)}"
     if keys.dtype == values.dtype == E4M3:
-        on_cpu = torch.device(pool.device).type == "cpu"
-        return _against_scale(layer.k_scale, layer.k_scale_float, on_cpu=on_cpu) or _against_scale(
-            layer.v_scale, layer.v_scale_float, on_cpu=on_cpu
+        device = torch.device(pool.device).type
+        return _against_scale(layer.k_scale, layer.k_scale_float, device) or _against_scale(
+            layer.v_scale, layer.v_scale_float, device
         )
     for cache in (keys, values):
         if cache.dtype != dtype:
@@ -187,7 +167,7 @@ def _against_cache(layer: Any, dtype: torch.dtype, pool: Any) -> str:
     return ""
 
 
-def _against_scale(scale: Any, known: Any, *, on_cpu: bool) -> str:
+def _against_scale(scale: Any, known: Any, device: str) -> str:
     """``scale``, ``known``: of K or V in fp8_e4m3, on the device and on the host."""
     if scale is None and known is None:
         return ""
@@ -198,20 +178,16 @@ def _against_scale(scale: Any, known: Any, *, on_cpu: bool) -> str:
         return f"{scale.numel()} K/V scales"
     if not 0 < known < inf:
         return f"a K/V scale of {known}"
-    if known != 1 and on_cpu:
+    if known != 1 and device == "cpu":
         return "K/V scales, which SGLang's attention on a CPU does not apply"
     return ""
-
-
-# By config.json alone.
 
 
 def reasons_by_layer(
     model_config: Any, ranks: int, device: str, shared: int | None, draft_tokens: int
 ) -> list[str]:
     """For each layer of SGLang's ``ModelConfig`` why it is not ours, or "". ``ranks``: that share
-    the heads; ``shared``, ``draft_tokens``: as in ``reason_against_heads``.
-    """
+    the heads; ``shared``, ``draft_tokens``: as in ``reason_against_heads``."""
     planned = heads_by_config(model_config, ranks)
     heads = SimpleNamespace(
         qk_head_dim=planned.head_dim,
@@ -236,9 +212,6 @@ def ranges(layers: list[int]) -> str:
     return ", ".join(words)
 
 
-# Of a loaded model.
-
-
 def describe(survey: dict[int, str]) -> str:
     """A survey in words."""
     counts = Counter(survey.values())
@@ -251,12 +224,8 @@ def describe(survey: dict[int, str]) -> str:
 
 def survey_layers(runner: Any) -> dict[int, str]:
     """Of each ``RadixAttention`` of the runner's model, by layer id, why it is the base's, or "" if
-    it is ours.
-
-    A layer that the pool has no K/V of is left out: linear attention that is built like attention
-    and never comes by, or one that is decided when it does, as are layers that hand over arguments
-    which are not known before.
-    """
+    it is ours. A layer that the pool has no K/V of is left out: linear attention that is built like
+    attention and never comes by, or one that is decided when it does."""
     pool, heads = runner.token_to_kv_pool, heads_of(runner)
     reasons: dict[int, str] = {}
     without: list[int] = []
@@ -279,28 +248,26 @@ def survey_layers(runner: Any) -> dict[int, str]:
 
 
 def attention_layers(model: torch.nn.Module, planned: Heads) -> list[Any]:
-    """The ``RadixAttention`` of a model of SGLang that decode. A layer that reads latents has a
-    second one, which expands them and prefills alone (S models/deepseek_v2.py:2206)."""
-    found = list(_attention_layers(model))
+    """The ``RadixAttention`` of a model of SGLang that decode."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            found.append(module)
+        # Models of transformers get theirs out of a dict, where they are no submodules (S
+        # models/transformers.py:651).
+        found += getattr(module, "attention_instances", {}).values()
     if not reads_latents(planned):
         return found
+    # A layer that reads latents has a second one, which expands them and prefills alone (S
+    # models/deepseek_v2.py:2206).
     of_latents = {each.layer_id for each in found if each.qk_head_dim == planned.head_dim}
     return [
         each
         for each in found
         if each.qk_head_dim == planned.head_dim or each.layer_id not in of_latents
     ]
-
-
-def _attention_layers(model: torch.nn.Module) -> Iterator[Any]:
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    for module in model.modules():
-        if isinstance(module, RadixAttention):
-            yield module
-        # Models of transformers get theirs out of a dict, where they are no submodules (S
-        # models/transformers.py:651).
-        yield from getattr(module, "attention_instances", {}).values()
 
 
 def heads_of(runner: Any) -> Heads:
@@ -312,24 +279,15 @@ def heads_of(runner: Any) -> Heads:
     return heads_by_config(runner.model_config, get_parallel().attn_tp_size, drafts)
 
 
-def _are_sinks(value: object, num_q_heads: int) -> bool:
-    """Whether an argument is attention sinks that the executors can read."""
-    return isinstance(value, torch.Tensor) and sinks_fit(value, num_q_heads)
-
-
 class LayerRoutes:
-    """The layers that have come by, or that a survey of the model has seen.
-
-    ``survey``: layers that it lacks are decided when they come by. ``reporter``: is told when pat
-    turns out to serve none.
-    """
+    """The layers that a survey of the model has seen, and others that have come by. ``reporter`` is
+    told when pat turns out to serve none."""
 
     def __init__(self, survey: dict[int, str], target: Target, reporter: Any) -> None:
         self._target = target
         self._reporter = reporter
-        # By layer id: why the layer is the base's, or "". Then the reasons of those that are.
-        self._reasons = dict(survey)
-        self._surveyed = bool(self._reasons)
+        self._reasons = dict(survey)  # by layer id: why it is the base's, or ""
+        self._surveyed = bool(survey)
         self.of_base = [reason for reason in self._reasons.values() if reason]
 
     @property
@@ -347,18 +305,8 @@ class LayerRoutes:
     ) -> str:
         """Why a layer is the base's, or "" if it is ours. Decided once and kept, but for arguments
         that come later. ``dtype``: of its queries; ``arguments``: what the model gives its
-        attention beside what every model gives; one that is None is none. Served are sinks or,
-        with latents, the rope parts of q and K."""
-        latents = reads_latents(self._target)
-        given = sorted(
-            name
-            for name, value in arguments.items()
-            if not (
-                value is None
-                or (latents and name in ("q_rope", "k_rope"))
-                or (name == "sinks" and not latents and _are_sinks(value, layer.tp_q_head_num))
-            )
-        )
+        attention beside what every model gives; one that is None is none."""
+        given = sorted(name for name in arguments if not self._takes(layer, name, arguments[name]))
         reason = self._reasons.get(layer.layer_id)
         # The other module of a layer with latents would have its id, and other heads.
         known = not given and layer.qk_head_dim == self._target.head_dim
@@ -375,3 +323,12 @@ class LayerRoutes:
                 *(reason, CHOOSE_ANOTHER),
             )
         return reason
+
+    def _takes(self, layer: Any, name: str, value: Any) -> bool:
+        """Served are sinks or, with latents, the rope parts of q and K."""
+        if value is None:
+            return True
+        if reads_latents(self._target):
+            return name in ("q_rope", "k_rope")
+        tensor = name == "sinks" and isinstance(value, torch.Tensor)
+        return tensor and sinks_fit(value, layer.tp_q_head_num)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters on SGLang's Prometheus endpoint, and a periodic line in the log: which of SGLang's
-processes export them, and under which labels.
+"""Counters on SGLang's Prometheus endpoint, and a periodic line in the log.
 
 SGLang runs ``prometheus_client`` in its multi-process mode: each process writes its counters to
 files that the HTTP server adds up. A thread copies ours there once a second, so that a decode step
@@ -39,12 +38,7 @@ class Reporter:
         self._exported: dict[tuple[str, ...], float] = {}
         self._add("fallbacks", {LABELLED["fallbacks"][0]: NO_REASON}, 0)
 
-    def start(self) -> None:
-        """Publish from now on, once a second, from a thread that ends with the process."""
-        threading.Thread(target=self._run, name="sglang-pat-stats", daemon=True).start()
-
     def set_serving(self, serving: bool) -> None:
-        """Say whether pat runs this server's decode and can pack."""
         if self._metrics:
             self._metrics["serving"].labels(**self._labels).set(int(serving))
 
@@ -66,6 +60,7 @@ class Reporter:
         self._exported[key] = value
 
     def _run(self) -> None:
+        """Publish from now on, once a second."""
         steps, summarized = 0, time.monotonic()
         while True:
             time.sleep(FLUSH_SECONDS)
@@ -98,14 +93,11 @@ def _make_metrics(labels: tuple[str, ...]) -> dict[str, Any]:
 
 
 def start_reporter(stats: Stats, *, serving: bool) -> Reporter:
-    """Publish ``stats`` from now on, as SGLang publishes its own metrics.
-
-    ``serving``: whether pat runs this server's decode and can pack; exported as the gauge
-    ``sglang_pat_serving``. If that changes later: ``Reporter.set_serving``.
-    """
+    """Publish ``stats`` from now on, as SGLang publishes its own metrics. ``serving``: whether pat
+    runs this server's decode and can pack."""
     reporter = Reporter(stats, scheduler_labels(), export=exports_metrics())
     reporter.set_serving(serving)
-    reporter.start()
+    threading.Thread(target=reporter._run, name="sglang-pat-stats", daemon=True).start()
     return reporter
 
 
@@ -120,12 +112,9 @@ def exports_metrics() -> bool:
 
 
 def scheduler_labels() -> dict[str, str]:
-    """The labels of SGLang's scheduler metrics in this process, so that both can be joined and
-    replicas told apart.
-
-    SGLang builds them inside ``SchedulerMetricsCollector.init_new``, after the backend is made, so
-    they are repeated here; ``tests/srt/test_reporting.py`` compares the two.
-    """
+    """The labels of SGLang's scheduler metrics in this process, so that both can be joined. SGLang
+    builds them after the backend is made (``SchedulerMetricsCollector.init_new``), so they are
+    repeated here."""
     from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.runtime_context import (
         get_disagg,

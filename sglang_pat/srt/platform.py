@@ -35,11 +35,8 @@ class PatCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
 
 def activate() -> str | None:
-    """The platform's name if ``SGLANG_PLATFORM`` asks for it, else None.
-
-    SGLang activates every installed platform when the variable is unset; without this test a GPU
-    machine with this package would be taken for a CPU.
-    """
+    """The platform's name if ``SGLANG_PLATFORM`` asks for it, else None: SGLang activates every
+    installed platform when the variable is unset, also on a machine with a GPU."""
     if os.environ.get("SGLANG_PLATFORM") != NAME:
         return None
     return f"{__name__}.{PatCpuPlatform.__qualname__}"

@@ -10,14 +10,12 @@ from sglang_pat.srt import BACKEND
 
 
 def register() -> None:
-    """Add ``--attention-backend pat`` and our hooks. Idempotent.
+    """Add ``--attention-backend pat`` and the hooks of ``hook`` and ``launch``. Idempotent.
 
-    One hook hands us the batch, where SGLang itself does not, one tells us that the server has
-    woken up (``hook``), and two stand around the resolution of the arguments (``launch``), after
-    which SGLang asks its registry for the backend that it would run without ``pat``: each entry of
-    it gives ours over that one to a server that asked for ``pat``. SGLang only logs what a plugin
-    raises, so nothing is verified here: the launcher does that, and the backend when it is made. No
-    heavy module is imported before it is needed.
+    After the resolution of its arguments SGLang asks its registry for the backend that it would run
+    without ``pat``: each entry gives ours over that one to a server that asked for ``pat``. SGLang
+    only logs what a plugin raises, so nothing is verified here: the launcher does that, and the
+    backend when it is made. No heavy module is imported before it is needed.
     """
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,

@@ -7,16 +7,15 @@ handle is ``req.lock.node``, the node pinned for it, and the part that is safe t
 ``req.kv.cache_protected_len`` tokens: up to there SGLang guarantees that the request's row of
 ``req_to_token`` repeats the tree's slots. A request without a lock (one just released) has no path.
 
-A turn of a streaming session has no lock of its own. It runs on the row and the ``kv`` record of
-the session's slot, which holds the lock of the first turn's prompt. That turn put the prompt into
-the tree like any request, and later turns write behind it only, so the row still repeats the tree's
-slots for the record's ``cache_protected_len`` tokens; what later turns add is the session's own.
+A turn of a streaming session runs on the row and the ``kv`` record of the session's slot, which
+holds the lock of the first turn's prompt. Later turns write behind it only, so the row still
+repeats the tree's slots for the record's ``cache_protected_len`` tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,40 +33,26 @@ RECHECK_STEPS = 64
 NO_NODE = -1  # read in place of a node handle when the request holds no lock
 # Id, parent and key of a node in SGLang's caches of Python nodes.
 _NODE_ATTRS = ("id", "parent", "key")
-# A plan that has read so many nodes, in 4 to 7 ms, begins no other path. Requests that are left
-# share nothing until a later plan reads their paths. A request whose own path has so many unknown
-# nodes shares nothing.
+# A plan that has read so many nodes, in 4 to 7 ms, begins no other path: requests that are left
+# share nothing until a later plan. Nor does one whose own path has so many unknown nodes.
 MOST_READ = 1 << 14
 
 # What a request is known by: the node it holds or NO_NODE, its tokens that are safe to share, and
-# its row of req_to_token.
+# its row of req_to_token. A batch's are bytes, which are compared at every step: equal ones mean
+# equal sharing.
 HANDLE = np.dtype([("node", np.int64), ("tokens", np.int64), ("table_row", np.int64)])
-_NO_HANDLE = np.array((NO_NODE, 0, 0), dtype=HANDLE)
-
-
-class Handles(NamedTuple):
-    """What a plan depends on, of one batch. Equal handles mean equal sharing.
-
-    ``num_queries``: of the batch, those without a request included. ``packed``: a ``HANDLE`` of
-    each request, as bytes, because they are compared at every step.
-    """
-
-    num_queries: int
-    packed: bytes
 
 
 class RadixView:
     """Reads where requests stand in one prefix cache.
 
     ``kind`` names the cache; ``disabled`` says why no request has a path in it, or is empty.
-    ``unread``: requests of the last plan whose paths are left to the next.
     """
 
     def __init__(self, tree_cache: Any) -> None:
         self.tree_cache = tree_cache
-        self.disabled: str = ""  # why no request has a path here
-        self.kind = ""
-        self.unread = 0
+        self.disabled = self.kind = ""
+        self.unread = 0  # requests of the last plan whose paths are left to the next
         node = "lock.node"
         # SGLang's streaming sessions, which only its unified cache has.
         self._sessions: Any = getattr(tree_cache, "session", None)
@@ -97,58 +82,44 @@ class RadixView:
         )
 
     def read_handles(
-        self,
-        reqs: Sequence[Any],
-        rows: torch.Tensor,
-        num_queries: int,
-        step: int,
-        *,
-        anew: bool,
-    ) -> Handles:
-        """Read what a plan for a batch of ``num_queries`` depends on, the first of which are
-        ``reqs``.
-
-        ``rows`` [>= len(reqs)] int64, CPU, contiguous: those of ``req_to_token`` that the batch
-        reads. A request that does not own its row, such as one just released, has no say in it:
-        its handle is (NO_NODE, 0, row).
+        self, reqs: Sequence[Any], rows: torch.Tensor, step: int, *, anew: bool
+    ) -> bytes:
+        """The handles of ``reqs``, (NO_NODE, 0, row) of one that does not own its row, such as one
+        just released. ``rows`` [>= len(reqs)] int64, CPU, contiguous: those that the batch reads.
 
         ``step`` counts decode steps; in those without a call the batch was as in the call before.
-        Requests that have settled are not looked at, except with ``anew`` and where SGLang does not
-        count how often it gave out each row.
+        Requests that have settled are not looked at, except with ``anew``.
 
         Raises AttributeError or TypeError if SGLang's requests have changed their form, ValueError
         for other rows.
         """
         if self.disabled:
-            return Handles(num_queries, np.full(len(reqs), _NO_HANDLE).tobytes())
+            return np.array([(NO_NODE, 0, 0)] * len(reqs), HANDLE).tobytes()
         if rows.numel() < len(reqs):
             raise ValueError(f"{len(reqs)} requests in a batch of {len(rows)} rows")
-        table = getattr(self.tree_cache, "req_to_token_pool", None)
-        generations = getattr(table, "req_generation", None)
-        count = 0 if generations is None else generations.numel()
-        packed = self._handles.read(reqs, _address(rows), _address(generations), count, step, anew)
+        given_out = self.tree_cache.req_to_token_pool.req_generation  # how often, of each row
+        packed: bytes = self._handles.read(
+            reqs, _address(rows), _address(given_out), given_out.numel(), step, anew
+        )
         if self._sessions is not None and self._sessions.slots:
             packed = self._with_sessions(reqs, packed)
-        return Handles(num_queries, packed)
+        return packed
 
     def plan(
         self,
         planner: Planner,
         reqs: Sequence[Any],
-        handles: Handles,
+        handles: bytes,
         seq_lens: npt.NDArray[np.int64],
     ) -> tuple[Plan, dict[str, int]]:
         """``planner``'s plan for what ``read_handles`` gave for ``reqs``, and how many requests
-        share nothing, by reason. ``seq_lens`` [B]: queries without a request share nothing.
-
-        Raises KeyError for a node that the tree does not know, ValueError for fewer queries than
-        requests, and what the planner raises.
-        """
+        share nothing, by reason. ``seq_lens`` [B]: queries without a request share nothing. Raises
+        KeyError for a node that the tree does not know, and what the planner raises."""
         if self._paths is None:
             private = {self.disabled: len(reqs)}
-            return planner.plan([None] * handles.num_queries, seq_lens), private
+            return planner.plan([None] * len(seq_lens), seq_lens), private
         leaf = None if self._leaf is None else self._leaf(reqs)
-        plan = planner.plan_from_handles(handles.packed, seq_lens, self._paths, leaf)
+        plan = planner.plan_from_handles(handles, seq_lens, self._paths, leaf)
         self.unread = self._paths.num_unread
         reasons = {
             NO_LOCK: self._paths.num_missing,
@@ -160,30 +131,23 @@ class RadixView:
 
     def _with_sessions(self, reqs: Sequence[Any], packed: bytes) -> bytes:
         """``packed`` handles with the nodes that sessions hold for their turns."""
-        table = np.frombuffer(packed, dtype=HANDLE).copy()
+        table = np.frombuffer(packed, HANDLE).copy()
         for index in np.flatnonzero(table["node"] == NO_NODE).tolist():
             req = reqs[index]
             if req.kv.req_pool_idx != table["table_row"][index]:
                 continue
             if (lock := self.lock_of(req)) is not None:
                 table["node"][index] = lock.node
-        repacked: bytes = table.tobytes()
-        return repacked
+        packed = table.tobytes()
+        return packed
 
     def lock_of(self, req: Any) -> Any:
         """The tree lock under which a request runs: its own or its session's, or None."""
         slot = None if self._sessions is None else self._sessions.borrowed_slot(req)
         return (req if slot is None else slot).lock
 
-    def slots(self, lock: Any) -> Any:
-        """Slots of the tokens from the root to a lock's node: int64 tensor (CHECK only)."""
-        return self.tree_cache.path_device_indices(lock.node)
 
-
-def _address(numbers: torch.Tensor | None) -> int:
-    """Where they are read; 0 for None."""
-    if numbers is None:
-        return 0
+def _address(numbers: torch.Tensor) -> int:
     if numbers.dtype is not torch.int64 or not numbers.is_cpu or not numbers.is_contiguous():
         raise ValueError(
             f"rows or their generations are {numbers.dtype} on {numbers.device} with strides "
@@ -199,19 +163,17 @@ def check_plan(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
 ) -> None:
-    """Check a decode step's plan against ``req_to_token`` [rows, max_context]; ``rows`` on the CPU.
-
-    Members of an item must hold equal slots over the item's tokens, and a request's row must repeat
-    the slots of its radix path as far as that is protected. Raises SlotMismatch naming request,
-    node, token position and both slots.
-    """
+    """Raise SlotMismatch unless the members of each item hold equal slots over its tokens in
+    ``req_to_token``, and each request's row repeats the slots of its radix path as far as that is
+    protected. ``rows`` on the CPU."""
     try:
         compare_shared(plan, req_to_token, rows, lambda query: _name(reqs, query))
         for query, req in enumerate(() if view.disabled else reqs):
             lock = view.lock_of(req)
             if lock is not None and req.kv.req_pool_idx == rows[query]:
                 held = req_to_token[rows[query], : req.kv.cache_protected_len]
-                cached = view.slots(lock)[: len(held)].to(held.dtype)
+                path = view.tree_cache.path_device_indices(lock.node)  # int64, of the whole path
+                cached = path[: len(held)].to(held.dtype)
                 compare(held, cached, 0, _name(reqs, query), "the radix tree")
     except SlotMismatch as mismatch:
         raise SlotMismatch(f"SGLANG_PAT_CHECK: {mismatch}") from None

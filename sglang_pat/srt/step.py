@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy update (PAT section 5.2): plan a decode step anew only if the last plan no longer holds.
 
-A plan depends on the batch through three numbers per request: its row of ``req_to_token``, the
-radix node it holds and the tokens that are safe to share. Node handles are never given out twice,
-not even after a flush, and splitting a node only refines paths, so equal numbers mean equal
-sharing. Lengths grow every step; ``Plan.total_tokens`` says whether a plan still holds, and one
-that is outgrown is made anew from the paths that were read for it.
+A plan depends on the batch through three numbers per request, its handle: its row of
+``req_to_token``, the radix node it holds and the tokens that are safe to share. Node ids are never
+given out twice, not even after a flush, and splitting a node only refines paths, so equal handles
+mean equal sharing. Lengths grow every step; a plan that is outgrown is made anew from the paths
+that were read for it.
 
-Reading the numbers costs a cache miss or six per request. So nothing is read of a batch that has
-been the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of
-the requests that have been in it that long (``csrc/srt/handles.h``). SGLang makes a
-new tensor of rows whenever a batch changes, and gives a running request another node only when it
-has processed its prefill, which under overlap is a step or two after it ran.
+Reading handles costs a cache miss or six per request. So nothing is read of a batch that has been
+the same, with decodes only, for more than ``SETTLE_STEPS``; and in a changed batch nothing of the
+requests that have been in it that long (``csrc/srt/handles.h``). SGLang makes a new tensor of rows
+whenever a batch changes, and gives a running request another node only when it has processed its
+prefill, which under overlap is a step or two after it ran.
 
 If a node changed all the same, sharing would be lost for at most ``RECHECK_STEPS``, never a result.
 The slots are read anew at every step. A row is given out anew only after its request has lost it,
 which changes the batch. What a released request shared, the others keep locked.
 
-Under pipeline parallelism micro-batches take turns, and each has a plan of its own.
-
 Lengths are on the host before a decode step runs. Where SGLang overlaps the scheduler with the GPU
-and speculates, they are not: how many draft tokens the last verify step accepted is known on the
-GPU only. The host then has bounds, which SGLang keeps of each request (S
-managers/schedule_batch.py:962, ``S`` being SGLang 0.5.23's ``srt/``): the tokens that were
-committed when it last looked, at most one step ago, and those that it has slots for, the draft
-tokens of the step to come among them.
+and speculates, how many draft tokens the last verify step accepted is known on the GPU only. The
+host then has bounds of each request (``kv`` in SGLang 0.5.23's ``srt/managers/schedule_batch.py``):
+the tokens that were committed when it last looked, at most one step ago, and those that it has
+slots for, the draft tokens of the step to come among them.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ import torch
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.dump import Tap
 from sglang_pat.srt.hook import LiveBatch
-from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, Handles, RadixView
+from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS, RadixView
 from sglang_pat.stats import NO_REQUEST, NOT_READABLE, NOT_USABLE, Stats
 from sglang_pat.target import Target
 
@@ -72,6 +69,14 @@ class Lengths:
         least = self.least[:count]
         return Lengths(least, least if self.are_known else self.most[:count])
 
+    def total(self, plan: Plan | None) -> int:
+        """Sum of the least, -1 if there is no plan or it does not hold for all that they may be."""
+        if plan is None:
+            return -1
+        if not self.are_known and plan.total_tokens(self.most.data_ptr(), self.most.numel()) < 0:
+            return -1
+        return plan.total_tokens(self.least.data_ptr(), self.least.numel())
+
 
 def known(seq_lens: torch.Tensor) -> Lengths:
     """Lengths [B] int64, CPU, contiguous, that the host knows."""
@@ -79,8 +84,8 @@ def known(seq_lens: torch.Tensor) -> Lengths:
 
 
 def lengths_of(forward_batch: Any, added: int = 0) -> Lengths:
-    """SGLang's lengths of a batch, with ``added`` tokens each. Waits for the device where SGLang
-    keeps no copy of them on the host."""
+    """SGLang's lengths of a batch, with ``added`` tokens each. Waits for the device where the host
+    has none."""
     lens: torch.Tensor | None = forward_batch.seq_lens_cpu
     if lens is None:
         lens = forward_batch.seq_lens.cpu()
@@ -105,7 +110,7 @@ def bounds_of(reqs: Sequence[Any], draft_tokens: int) -> Lengths | None:
 @dataclass(slots=True, eq=False)
 class MicroBatch:
     """What is remembered of one micro-batch: the batch of its last step, what was read of it, and
-    the plan. Everything in it belongs to this micro-batch alone, the working memory included."""
+    the plan. The planner and its working memory are this micro-batch's alone."""
 
     planner: Planner
     view: RadixView
@@ -117,7 +122,7 @@ class MicroBatch:
     age: int = 0  # those since the batch last changed
     exact: bool = False  # whether the same rows and others mean that nothing has changed
     suspect: bool = False  # whether what is remembered of its requests may be wrong
-    handles: Handles | None = None  # what a plan depends on, as last read
+    handles: bytes | None = None  # what a plan depends on, as last read
     has_paths: bool = False  # whether the planner's last paths are those of the handles
     private: dict[str, int] = field(default_factory=dict)  # requests without a path, by reason
     plan: Plan | None = None
@@ -137,8 +142,7 @@ class MicroBatch:
             and batch.tree_cache is self.view.tree_cache
         ):
             self.age += 1
-            if self.age % RECHECK_STEPS == 0 and not self.exact:
-                self.suspect = True
+            self.suspect |= self.age % RECHECK_STEPS == 0 and not self.exact
         else:
             self.rows, self.others, self.age = batch.rows, batch.others, 0
 
@@ -146,17 +150,16 @@ class MicroBatch:
 class StepPlanner:
     """Holds the plans of the last decode steps of one model runner, one per micro-batch.
 
-    ``micro_batches``: how many take turns, more than 1 under pipeline parallelism. SGLang gives
-    them no name, but each keeps its tensor of rows until its requests change, and they take turns,
-    so a tensor not seen before belongs to the one that was decoded the longest time ago. Where that
-    guess is wrong, a plan is made that could have been reused; it is never another batch's.
+    More than one take turns under pipeline parallelism. SGLang gives them no name, but each keeps
+    its tensor of rows until its requests change, so a tensor not seen before belongs to the one
+    that was decoded the longest time ago. Where that guess is wrong, a plan is made that could have
+    been reused; it is never another batch's.
     """
 
     def __init__(self, target: Target, stats: Stats, micro_batches: int = 1) -> None:
         self._stats = stats
-        # The one decoded the longest time ago comes first.
+        # The one decoded the longest time ago comes first, the current one last.
         self._states = [MicroBatch(Planner(target), RadixView(None)) for _ in range(micro_batches)]
-        self._current = self._states[-1]
         self.made = False  # whether the last ``plan()`` made its plan
         self.tap: Tap | None = None  # where new plans' batches are dumped to, if anywhere
         self._private_planner = Planner(target)
@@ -165,34 +168,32 @@ class StepPlanner:
     @property
     def view(self) -> RadixView:
         """The prefix cache of the last step's batch."""
-        return self._current.view
+        return self._states[-1].view
 
     def plan(self, batch: LiveBatch, lengths: Lengths) -> Plan | None:
-        """The plan of a decode step, or None if there can be none (counted; the base must serve).
-
-        The plan is made for the least lengths, and it holds for the most as well. Queries beyond
-        ``batch.reqs`` (padding, beams) share nothing. Counts the step. What goes wrong in reading
-        SGLang's tree or in planning raises nothing: it costs the sharing, not the server.
-        """
-        state = self._current
-        if batch.rows is not state.rows and len(self._states) > 1:
-            state = self._switch_to(batch.rows)
+        """The plan of a decode step, which is counted, or None if there can be none (counted; the
+        base must serve). It holds for all that the lengths may be. Queries beyond ``batch.reqs``
+        (padding, beams) share nothing. What goes wrong in reading SGLang's tree or in planning
+        raises nothing: it costs the sharing, not the server."""
+        state = self._state_of(batch.rows)
         state.advance(batch)
         plan, handles = state.plan, None
         settled = state.is_settled
-        total = _total_tokens(plan, lengths) if settled else -1
-        # A settled batch that has outgrown its plan is planned from the paths it has.
-        if total < 0 and not (settled and state.has_paths):
-            handles = self._read(state, batch, lengths.least.numel())
-            if handles is not None and handles == state.handles:
-                total = _total_tokens(plan, lengths)
-            else:
-                state.has_paths = False
-            state.handles = handles
+        total = lengths.total(plan) if settled else -1
+        if total < 0:
+            as_many = plan is not None and plan.num_queries == lengths.least.numel()
+            # A settled batch that has outgrown its plan is planned from the paths it has.
+            if not (settled and state.has_paths and as_many):
+                handles = self._read(state, batch)
+                if as_many and handles is not None and handles == state.handles:
+                    total = lengths.total(plan)
+                else:
+                    state.has_paths = False
+                state.handles = handles
         self.made = total < 0
         if self.made:
             plan = state.plan = self._make(state, batch, lengths, handles)
-            total = _total_tokens(plan, lengths)
+            total = lengths.total(plan)
         if plan is None:
             return None
         self._stats.step(plan, total, made=self.made)
@@ -205,7 +206,7 @@ class StepPlanner:
         """A plan that shares nothing, the last such one if that fits; None if there can be none
         (counted). The step is not counted."""
         plan = self._private
-        if plan is None or _total_tokens(plan, lengths) < 0:
+        if plan is None or lengths.total(plan) < 0:
             plan = self._share_nothing(self._private_planner, lengths.least)
             self._private = plan
         return plan
@@ -223,24 +224,22 @@ class StepPlanner:
             self._stats.fall_back("batch not plannable", error)
             return None
 
-    def _switch_to(self, rows: torch.Tensor) -> MicroBatch:
+    def _state_of(self, rows: torch.Tensor) -> MicroBatch:
         """Make the micro-batch of ``rows`` the current one: see the class."""
         states = self._states
-        state = next((one for one in states if one.rows is rows), states[0])
-        states.remove(state)
-        states.append(state)
-        self._current = state
-        return state
+        if rows is not states[-1].rows and len(states) > 1:
+            state = next((one for one in states if one.rows is rows), states[0])
+            states.remove(state)
+            states.append(state)
+        return states[-1]
 
-    def _read(self, state: MicroBatch, batch: LiveBatch, num_queries: int) -> Handles | None:
+    def _read(self, state: MicroBatch, batch: LiveBatch) -> bytes | None:
         """What a plan depends on, read from the batch's requests; None if they are unreadable."""
         suspect, state.suspect = state.suspect, False
         try:
             if batch.tree_cache is not state.view.tree_cache:
                 self._look_into(state, batch.tree_cache)
-            return state.view.read_handles(
-                batch.reqs, batch.rows, num_queries, state.steps, anew=suspect
-            )
+            return state.view.read_handles(batch.reqs, batch.rows, state.steps, anew=suspect)
         except Exception as error:  # requests or a cache of another form: see plan()
             self._stats.fall_back(NOT_READABLE, repr(error))
             return None
@@ -256,7 +255,7 @@ class StepPlanner:
             logger.info("sglang_pat: looks for shared prefixes %s", where)
 
     def _make(
-        self, state: MicroBatch, batch: LiveBatch, lengths: Lengths, handles: Handles | None
+        self, state: MicroBatch, batch: LiveBatch, lengths: Lengths, handles: bytes | None
     ) -> Plan | None:
         """A plan for the last paths if the batch still stands on them, or else for ``handles``.
         One that shares nothing where there are none and where planning fails."""
@@ -278,51 +277,32 @@ class StepPlanner:
         return plan
 
     def _plan_handles(
-        self,
-        state: MicroBatch,
-        batch: LiveBatch,
-        handles: Handles,
-        lens: npt.NDArray[np.int64],
+        self, state: MicroBatch, batch: LiveBatch, handles: bytes, lens: npt.NDArray[np.int64]
     ) -> Plan:
         """A plan for ``handles``, or for what is read anew if one has a node that is gone."""
+        reqs = batch.reqs
         try:
-            plan, private = state.view.plan(state.planner, batch.reqs, handles, lens)
+            plan, private = state.view.plan(state.planner, reqs, handles, lens)
         except KeyError:
             self._look_into(state, batch.tree_cache)  # forgets all that is remembered
-            state.handles = handles = state.view.read_handles(
-                batch.reqs, batch.rows, handles.num_queries, state.steps, anew=True
-            )
-            plan, private = state.view.plan(state.planner, batch.reqs, handles, lens)
-        if len(lens) > len(batch.reqs):
-            private[NO_REQUEST] = len(lens) - len(batch.reqs)
+            handles = state.view.read_handles(reqs, batch.rows, state.steps, anew=True)
+            state.handles = handles
+            plan, private = state.view.plan(state.planner, reqs, handles, lens)
+        if len(lens) > len(reqs):
+            private[NO_REQUEST] = len(lens) - len(reqs)
         state.private = private
         if state.view.unread:  # the next step reads on, and plans anew
             state.handles, state.suspect = None, True
         return plan
 
 
-def _total_tokens(plan: Plan | None, lengths: Lengths) -> int:
-    """Sum of the least lengths, -1 if there is no plan or it does not hold for all that they may
-    be."""
-    if plan is None:
-        return -1
-    if not lengths.are_known:
-        most = lengths.most
-        if plan.total_tokens(most.data_ptr(), most.numel()) < 0:
-            return -1
-    least = lengths.least
-    return plan.total_tokens(least.data_ptr(), least.numel())
-
-
 class StepClock:
     """Times the preparation of one step at a time.
 
-    With SGLang's overlap scheduler the host prepares a step while the GPU runs the one before. Host
-    time costs a user something only if the GPU runs out of work meanwhile. So an event is recorded
-    behind the work that the GPU has when the preparation begins: if the event is not done when the
-    preparation ends, the GPU never waited, and the host time was hidden.
-
-    ``on_gpu``: False where there is no GPU to hide behind; nothing is hidden then.
+    With SGLang's overlap scheduler the host prepares a step while the GPU runs the one before. So
+    an event is recorded behind the work that the GPU has when the preparation begins: if the event
+    is not done when the preparation ends, the GPU never waited, and the host time was hidden.
+    Without a GPU nothing is hidden.
     """
 
     def __init__(self, *, on_gpu: bool) -> None:
@@ -330,13 +310,11 @@ class StepClock:
         self._began = 0
 
     def start(self) -> None:
-        """Begin; the step's work goes to the current stream."""
         if self._event is not None:
             self._event.record()
         self._began = time.perf_counter_ns()
 
     def elapsed_ns(self) -> int:
-        """Since ``start()``, in nanoseconds."""
         return time.perf_counter_ns() - self._began
 
     def is_hidden(self) -> bool:
@@ -345,8 +323,7 @@ class StepClock:
 
 
 def micro_batches() -> int:
-    """Batches that take turns in this scheduler: those of its loop for pipeline parallelism
-    (``SchedulerPPMixin.init_pp_loop_state``), and 1 without, where the other loops run."""
+    """Batches that take turns in this scheduler (``SchedulerPPMixin.init_pp_loop_state``)."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

@@ -2,10 +2,9 @@
 """What stays SGLang's own on a server with ``pat``: all that follows from the name of an attention
 backend, which is the base's there, and the dtype of the K/V cache.
 
-SGLang decides by that name in a hundred places: which backends a model may have, page sizes,
-backends of drafts, dtypes of weights, states of linear attention. So it never hears of ``pat``: its
-arguments are resolved as if no flag named it, and the backend of decode that comes of that is the
-one that ``pat`` extends, under its name (``plugin``).
+SGLang decides by that name in a hundred places, such as page sizes and the backends of drafts. So
+it never hears of ``pat``: its arguments are resolved as if no flag named it, and the backend of
+decode that comes of that is the one that ``pat`` extends, under its name (``plugin``).
 """
 
 from __future__ import annotations
@@ -58,11 +57,8 @@ def _flags_of(server_args: Any) -> dict[str, str | None]:
 
 
 def let_sglang_choose(server_args: Any) -> None:
-    """Declare the flags that name ``pat`` open, before SGLang resolves the record.
-
-    A backend named for prefill alone is for decode, too, then: for the layers and the steps that
-    are not ours.
-    """
+    """Declare the flags that name ``pat`` open, before SGLang resolves the record. A backend named
+    for prefill alone is for decode, too, then: for the layers and the steps that are not ours."""
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.platforms import current_platform
 
@@ -76,8 +72,7 @@ def let_sglang_choose(server_args: Any) -> None:
 
 
 def base_of(name: str, runner: Any) -> tuple[type, dict[str, Any]]:
-    """The base for a model runner, one of ``EXTENDABLE``: the class, and what its constructor takes
-    beside the runner."""
+    """The class that is the base, and what its constructor takes beside the runner."""
     module, cls, arguments = EXTENDABLE[runner.device][name]
     if name == "flashinfer":
         arguments = {"init_new_workspace": runner.init_new_workspace}
@@ -85,10 +80,8 @@ def base_of(name: str, runner: Any) -> tuple[type, dict[str, Any]]:
 
 
 def kv_cache_dtype(choice: str, model_config: Any) -> torch.dtype:
-    """The cache's dtype under ``--kv-cache-dtype choice``, by SGLang's own rule.
-
-    Raises ValueError for a choice that SGLang does not know.
-    """
+    """The cache's dtype under ``--kv-cache-dtype choice``, by SGLang's own rule. Raises ValueError
+    for a choice that SGLang does not know."""
     from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
 
     # A checkpoint counts where no option does.

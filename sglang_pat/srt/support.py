@@ -2,18 +2,17 @@
 """Why ``pat`` does not serve a server: one table for all who ask.
 
 ``MACHINE`` and ``REFUSED`` hold the reasons for which a server does not start, ``IDLE`` those for
-which it has nothing to gain; those that leave a layer to SGLang are in ``layers``. What the rows
-ask of a server is a ``Server``: ``by_arguments``, from SGLang's resolved arguments and the model's
-configuration, in the launcher and in ``sglang-pat doctor``; ``by_runner``, when the backend is
-made, from what the model runner has turned out to be. So all three give the same answers, each in
-the words of the table. ``S``: SGLang 0.5.23's ``srt/``.
+which it has nothing to gain; those that leave a layer to SGLang are in ``layers``. The rows ask a
+``Server``, which is made in the launcher and in ``sglang-pat doctor`` from SGLang's resolved
+arguments and the model's configuration (``by_arguments``), and with the backend from what the model
+runner has turned out to be (``by_runner``). ``S``: SGLang 0.5.23's ``srt/``.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -40,8 +39,7 @@ DTYPES = {
 E4M3 = torch.float8_e4m3fn
 _NO_GPU = "no GPU was found for --device cuda"
 _NO_KERNELS = "this sglang_pat was built without CUDA kernels (PAT_CUDA=OFF)"
-# Models whose attention window is applied by SGLang's backend and stands in no layer: the queries
-# of a decode step see the prompt and the last tokens (``ModelRunner.prefill_aware_swa``).
+# Models whose attention window stands in no layer (``ModelRunner.prefill_aware_swa``).
 PREFILL_AWARE_SWA = ("UnlimitedOCRForCausalLM",)
 # Their workers verify as S speculative/eagle_worker_common.py:547 and ngram_worker.py:372 do.
 ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
@@ -49,22 +47,19 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 # are compiled to: like that backend, they run on a Hopper alone.
 OF_LATENTS, LATENT_CODE = "fa3", "sm_90a"
 # With up to so many packed rows a request, those of its draft tokens, verify steps took at most
-# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md). More rows
-# were not measured.
+# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md).
 MOST_DRAFT_ROWS = 64
-# Of latents (MLA), where a rank's query heads read the same K: two requests of so many rows fill a
-# row tile, and those of more would take tiles of their own, packed or not.
+# Of latents (MLA): two requests of so many rows fill a row tile, and more take one of their own.
 MOST_LATENT_ROWS = 32
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why not, and what to do about it. ``serves``: ``pat`` still runs decode steps, each request
-    on its own; else SGLang does."""
+    """Why not, and what to do about it."""
 
     words: str
     way_out: str
-    serves: bool = False
+    serves: bool = False  # pat still runs decode steps, each request on its own; else SGLang does
 
     def __str__(self) -> str:
         if not self.way_out:
@@ -74,42 +69,24 @@ class Reason:
 
 @dataclass(frozen=True)
 class Server:
-    """What the tables ask of a server.
+    """What the tables ask of a server. Without a model what stands below ``code`` is not known."""
 
-    ``args``, ``model``: SGLang's resolved arguments and its ``ModelConfig``; without a model the
-    rest is not known. ``against_gpu``: why our kernels do not run on its GPU, or ""; ``code``: what
-    it runs of them (``gpus.code_for``).
-    ``quantized``: what the K/V pool has beside its dtype, as scales, or "". ``layout``: of the
-    pool, the first that is not "nhd" of one with several parts.
-    """
-
-    args: Any
-    model: Any
+    args: Any  # SGLang's, resolved
+    model: Any  # its ModelConfig
     device: str
-    against_gpu: str = ""
-    code: str = ""
+    against_gpu: str = ""  # why our kernels do not run on its GPU
+    code: str = ""  # what it runs of them (gpus.code_for)
     prefill_aware_swa: bool = False
     kv_dtype: torch.dtype = torch.bfloat16
-    quantized: str = ""
+    quantized: str = ""  # what the K/V pool has beside its dtype, as scales
     virtual_slots: bool = False
-    layout: str = "nhd"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the model and so of the queries."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
+    layout: str = "nhd"  # of a pool with several parts the first that is not "nhd"
 
     @property
     def backends(self) -> tuple[str, str]:
         """Of prefill and of decode."""
         prefill, decode = _sglang("arg_groups.overrides.attention_backends_of")(self.args)
         return prefill, decode
-
-    @property
-    def record(self) -> Any:
-        """The arguments as they were given."""
-        return _sglang("arg_groups.overrides.record_of")(self.args)
 
     @property
     def latents(self) -> bool:
@@ -125,8 +102,8 @@ class Server:
 
     @property
     def most_drafts(self) -> int:
-        """Draft tokens of a request, in a tree, of which pat verifies any on its device; 0 where it
-        would not serve single ones either."""
+        """Draft tokens of a request that pat verifies on its device; 0 where it would not serve
+        single ones either."""
         if self.model is None or self.device == "cpu":
             return MOST_MASKED_DRAFTS
         if self.latents:
@@ -168,29 +145,25 @@ def by_arguments(
     """A server that does not run yet. ``server_args``: SGLang's after ``resolve_once()``; ``gpu``:
     one that is not here."""
     args = _sglang("arg_groups.overrides.resolving_view")(server_args)
-    against = code = ""
+    server = Server(args, model_config, args.device)
     if args.device == "cuda":
+        server = replace(server, against_gpu=_NO_GPU)
+        capability, name = None, "this GPU"
         if gpu is not None:
             capability, name = (gpu.major, gpu.minor), gpu.name
         elif torch.cuda.is_available():
             # Trying a kernel, as the backend does when it is made, would make a CUDA context, and a
             # launcher would hold hundreds of megabytes for as long as the server runs.
-            capability, name = torch.cuda.get_device_capability(args.base_gpu_id), "this GPU"
-        else:
-            capability, name = None, ""
-        against = _NO_GPU
+            capability = torch.cuda.get_device_capability(args.base_gpu_id)
         if capability is not None:
             against, code = reason_against_capability(capability, name), gpus.code_for(capability)
+            server = replace(server, against_gpu=against, code=code)
     if model_config is None:
-        return Server(args, None, args.device, against, code)
+        return server
     choice, scaled = args.kv_cache_dtype, args.kv_cache_dtype in stock.SCALED_KV
     names = set(model_config.hf_config.architectures or ())
-    return Server(
-        args=args,
-        model=model_config,
-        device=args.device,
-        against_gpu=against,
-        code=code,
+    return replace(
+        server,
         prefill_aware_swa=not names.isdisjoint(PREFILL_AWARE_SWA),
         kv_dtype=model_config.dtype if scaled else stock.kv_cache_dtype(choice, model_config),
         quantized=choice if scaled else "",
@@ -306,18 +279,18 @@ REFUSED = (
         f"{_OVER_TRITON}; on a CPU SGLang has none that takes them",
     ),
     Row(
-        lambda s: s.takes and s.dtype not in s.takes,
-        "the model is {s.dtype}, on {s.device} pat takes {s.names}",
+        lambda s: s.takes and s.model.dtype not in s.takes,
+        "the model is {s.model.dtype}, on {s.device} pat takes {s.names}",
         "set one as --dtype",
     ),
     Row(
-        lambda s: s.takes and s.kv_dtype not in (E4M3, s.dtype, *s.takes),
+        lambda s: s.takes and s.kv_dtype not in (E4M3, s.model.dtype, *s.takes),
         "the K/V cache is {s.kv_dtype}, on {s.device} pat reads {s.names} and float8_e4m3fn",
         "set --kv-cache-dtype auto or fp8_e4m3",
     ),
     Row(
-        lambda s: s.kv_dtype in s.takes and s.kv_dtype != s.dtype,
-        "the K/V cache is {s.kv_dtype} but the model {s.dtype}",
+        lambda s: s.kv_dtype in s.takes and s.kv_dtype != s.model.dtype,
+        "the K/V cache is {s.kv_dtype} but the model {s.model.dtype}",
         "set --kv-cache-dtype auto",
     ),
     Row(
@@ -364,11 +337,6 @@ REFUSED = (
 )
 
 
-# In a verify step each request brings the same number of draft tokens, of which the first is known
-# to be right. In a chain, each follows the one before it; in a tree, one may have several
-# successors (top k above 1), which do not attend to each other.
-
-
 def verifies(args: Any) -> bool:
     """Whether a server's drafts are verified as by the algorithms that pat can serve."""
     return args.speculative_algorithm in ALGORITHMS
@@ -376,8 +344,7 @@ def verifies(args: Any) -> bool:
 
 def may_be_trees(args: Any) -> bool:
     """Whether a server that speculates may draft trees. NGRAM does even with a breadth of 1: it
-    puts what followed matches of several lengths side by side (ngram_corpus/trie.cpp in SGLang).
-    """
+    puts what followed matches of several lengths side by side (ngram_corpus/trie.cpp in SGLang)."""
     ngram: bool = args.speculative_algorithm == "NGRAM"
     return ngram or args.speculative_eagle_topk != 1
 
@@ -465,7 +432,9 @@ def _only_prefills(s: Server) -> bool:
 # The server starts, and there is nothing to gain: SGLang runs decode, or nothing is ever shared.
 IDLE = (
     Row(
-        lambda s: stock.asked_for_decode(s.record) != BACKEND,
+        lambda s: (
+            stock.asked_for_decode(_sglang("arg_groups.overrides.record_of")(s.args)) != BACKEND
+        ),
         f"decode runs on {{s.backends[1]}}: the flags name {BACKEND} for prefill alone",
         f"set --decode-attention-backend {BACKEND}",
     ),
@@ -578,14 +547,12 @@ KNOWN = (
 
 
 def refusals(server: Server) -> list[Reason]:
-    """Every reason for which a server does not start, as far as the tables go: without a model,
-    only those of the machine."""
+    """Every reason for which a server does not start; without a model, those of the machine."""
     return reasons_of(MACHINE if server.model is None else (*MACHINE, *REFUSED), server)
 
 
 def idle_reasons(server: Server, min_batch: int) -> list[Reason]:
-    """Every reason for which ``pat`` would serve nothing, or could never pack. ``min_batch``: as in
-    ``PatConfig``."""
+    """Every reason for which ``pat`` would serve nothing, or could never pack."""
     args = server.args
     ranks, limit = max(1, int(args.attn_dp_size)), args.max_running_requests
     # As SGLang shares them out (S mem_cache/kv_cache_configurator.py:3131).
@@ -614,7 +581,7 @@ def reason_against_gpu() -> str:
     found = _C.cuda_probe(torch.cuda.current_device())
     if found["ok"]:
         return ""
-    return _cannot_run(f"GPU {found['device']}", found["arch"] / 10) + f" ({found['error']})"
+    return _cannot_run(f"GPU {found['device']} of {found['arch'] / 10:.1f} ({found['error']})")
 
 
 def reason_against_capability(capability: tuple[int, int], name: str) -> str:
@@ -623,9 +590,8 @@ def reason_against_capability(capability: tuple[int, int], name: str) -> str:
         return _NO_KERNELS
     if gpus.code_for(capability):
         return ""
-    return _cannot_run(name, capability[0] + capability[1] / 10)
+    return _cannot_run(f"{name} of {capability[0]}.{capability[1]}")
 
 
-def _cannot_run(name: str, capability: float) -> str:
-    built = f"our kernels, built for compute capability {gpus.built_for()},"
-    return f"{built} do not run on {name} of {capability:.1f}"
+def _cannot_run(what: str) -> str:
+    return f"our kernels, built for compute capability {gpus.built_for()}, do not run on {what}"

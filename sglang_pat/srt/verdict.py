@@ -37,19 +37,14 @@ class QuestionError(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``pat`` would do.
-
-    ``refused``: whether the server does not start; then ``reasons`` say why, else why there would
-    be nothing to gain. ``layers``: layer ids by the reason why SGLang's own code runs them, "" for
-    those of ``pat``. ``kv_dtype``: of K and V, where SGLang takes the flags. ``notes``: what
-    else to know of the GPU.
-    """
+    """What ``pat`` would do."""
 
     device: str
     model: str
-    kv_dtype: str = ""
-    refused: bool = False
-    reasons: list[Reason] = field(default_factory=list)
+    kv_dtype: str = ""  # of K and V, where SGLang takes the flags
+    refused: bool = False  # the server does not start, for these reasons, ...
+    reasons: list[Reason] = field(default_factory=list)  # ... else there is nothing to gain
+    # Ids by the reason why SGLang's own code runs them, "" for those of pat.
     layers: dict[str, list[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -64,7 +59,6 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether ``pat`` serves at least a part."""
         return self.status in ("served", "served in part")
 
     def lines(self) -> list[tuple[str, str, str]]:
@@ -81,13 +75,8 @@ class Verdict:
 
 
 def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
-    """The verdict on a server with these flags, ``--model-path`` among them.
-
-    ``gpu``: the name of a GPU to ask about instead of this machine. Without ``pat`` among the
-    flags, ``--attention-backend pat`` is added.
-
-    Raises QuestionError, also for flags that SGLang does not know.
-    """
+    """The verdict on a server with these flags, ``--model-path`` among them, on this machine or the
+    GPU of that name. Raises QuestionError, also for flags that SGLang does not know."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.server_args import prepare_server_args
 
@@ -118,10 +107,8 @@ def _said(words: str) -> Reason:
 
 
 def _check_loadable(model_config: Any) -> None:
-    """Raise what SGLang raises when it looks for the class of a model that it cannot load.
-
-    It would import all models for that, so the sources are asked first.
-    """
+    """Raise what SGLang raises when it looks for the class of a model that it cannot load. It would
+    import all models for that, so the sources are asked first."""
     from sglang.srt.model_loader.utils import get_model_architecture
 
     models = find_spec("sglang.srt.models")
@@ -140,10 +127,12 @@ def _check_loadable(model_config: Any) -> None:
 
 def _weigh(server_args: Any, model_config: Any, described: str, asked: Machine | None) -> Verdict:
     """The verdict on resolved arguments. ``asked``: a GPU that SGLang takes to be here."""
+    import torch
+
     server = support.by_arguments(server_args, model_config, asked)
-    gpu = _gpu_here(server.args.base_gpu_id) if asked is None else asked
-    if server.device != "cuda":
-        gpu = None
+    gpu: Any = asked if server.device == "cuda" else None
+    if asked is None and server.device == "cuda" and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(server.args.base_gpu_id)
     refusals = support.refusals(server)
     idle = support.idle_reasons(server, PatConfig.from_env().min_batch)
     found: dict[str, list[int]] = {}
@@ -190,9 +179,7 @@ def _layers(server: support.Server, shared: int | None) -> dict[str, list[int]]:
 
 def asked_gpu(arguments: Sequence[str], gpu: str) -> Machine | None:
     """The GPU that a question names, None for this machine's. Needs no SGLang, which takes seconds
-    to import.
-
-    Raises QuestionError for a GPU that is not known, and for a model's path where nothing is.
+    to import. Raises QuestionError for a GPU that is not known, and a model's path without model.
     """
     model = _model_of(arguments)
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
@@ -243,26 +230,15 @@ def _completed(arguments: Sequence[str], gpu: Machine | None) -> list[str]:
 
 
 def _model_of(arguments: Sequence[str]) -> str:
-    """What the flags name as the model."""
     return next(
         (value for flag, value in pairwise(arguments) if flag == "--model-path"), "an unnamed model"
     )
 
 
-def _gpu_here(index: int) -> Any:
-    """What torch says of CUDA device ``index`` of this machine, or None without one."""
-    import torch
-
-    return torch.cuda.get_device_properties(index) if torch.cuda.is_available() else None
-
-
 @contextmanager
 def _as_if_here(gpu: Machine) -> Iterator[None]:
-    """Let SGLang resolve arguments as it would on a machine with that GPU.
-
-    Covers what the resolution asks about the machine: kind, compute capability and memory, whether
-    FlashInfer is there, which SGLang denies without a GPU, and which quantized weights it can load.
-    """
+    """Let SGLang resolve arguments as it would on a machine with that GPU: of that kind, compute
+    capability and memory, with FlashInfer, which it denies without a GPU, and quantized weights."""
     import torch
     from sglang.srt.arg_groups import memory_hook
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS, Mxfp4Config, marlin_utils

@@ -30,8 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from benchmarks.common.reference import attention
-from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.srt.layers import survey_layers
 from sglang_pat.srt.support import E4M3
 
@@ -99,7 +98,7 @@ class PoolBed(BackendBed):
         self.drafts = drafts
         self.pool = self.backend.token_to_kv_pool = pool_of(kind, dtype)
         self.table = self.cache.table.req_to_token
-        executor = Executor(target, PatConfig(), self.table, draft_masks=masked)
+        executor = Executor(target, self.table, draft_masks=masked)
         self.backend._executor = executor
         # Where the new tokens go; their rows say so. SGLang's lengths do not count drafts.
         self.ends = self.lens if drafts == 1 else self.lens + drafts

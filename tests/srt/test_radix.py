@@ -65,7 +65,7 @@ class ViewBed:
 
     def plan(self, reqs: list[Any]) -> Plan:
         batch, lens = self.cache.batch(reqs)
-        handles = self.view.read_handles(reqs, batch.rows, len(reqs), 0, anew=True)
+        handles = self.view.read_handles(reqs, batch.rows, 0, anew=True)
         return self.view.plan(self.planner, reqs, handles, lens.numpy())[0]
 
     def check(self, reqs: list[Any]) -> Plan:
@@ -282,8 +282,8 @@ def test_what_is_read_of_requests(kind: str) -> None:
     reqs[1].lock = None
     reqs[2].kv.cache_protected_len = 0
     reqs[4].kv.req_pool_idx = None
-    handles = view.read_handles(reqs, rows, 7, 0, anew=True)
-    table = np.frombuffer(handles.packed, HANDLE)
+    handles = view.read_handles(reqs, rows, 0, anew=True)
+    table = np.frombuffer(handles, HANDLE)
     assert table["table_row"].tolist() == rows.tolist()
     assert (table["node"] == NO_NODE).tolist() == [False, True, False, False, True]
     assert table["tokens"].tolist() == [5, 5, 0, 5, 0]
@@ -296,9 +296,9 @@ def test_what_is_read_of_requests(kind: str) -> None:
         view.plan(planner, reqs, handles, lens[:3])
     for other in (rows.int(), rows.repeat_interleave(2)[::2]):
         with pytest.raises(ValueError, match="must be contiguous int64 on the CPU"):
-            view.read_handles(reqs, other, 5, 0, anew=True)
+            view.read_handles(reqs, other, 0, anew=True)
     with pytest.raises(ValueError, match="5 requests in a batch of 3 rows"):
-        view.read_handles(reqs, rows[:3], 5, 0, anew=True)
+        view.read_handles(reqs, rows[:3], 0, anew=True)
 
 
 @pytest.mark.parametrize("kind", ["rust", "python"])

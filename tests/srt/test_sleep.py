@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_pat import executor
 from sglang_pat.capacity import MB
 from sglang_pat.config import PatConfig
-from sglang_pat.executor import Executor
+from sglang_pat.ops import Executor
 from sglang_pat.planner import plan
 from sglang_pat.target import Target
 from sglang_pat.workspace import Workspace
@@ -28,7 +27,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGH
 from sglang.srt.managers.scheduler_components import weight_updater
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
 
-from sglang_pat.srt import hook
+from sglang_pat.srt import factory, hook
 from sglang_pat.srt.factory import make_executor
 
 LOST = 0x5A  # what stands in memory that came back
@@ -84,8 +83,8 @@ class Server:
             (torch.cuda, "device", lambda _: nullcontext()),
             (torch.cuda, "synchronize", lambda _: None),
             (torch.distributed, "barrier", lambda _: None),
-            (executor, "Workspace", FakeWorkspace),
-            (hook, "_sleepers", type(hook._sleepers)()),  # none of other tests
+            (factory, "Workspace", FakeWorkspace),
+            (hook, "sleepers", type(hook.sleepers)()),  # none of other tests
             # SGLang's resume of a scheduler, hooked as the registry hooks it.
             (manager, "resume_memory_occupation", hooked),
             (weight_updater, "_import_static_state", lambda *_: None),
