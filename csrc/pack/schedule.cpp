@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "../check.h"
-#include "paper.h"
 
 namespace pat {
 namespace {

@@ -9,7 +9,6 @@
 
 #include "cut.h"
 #include "emit.h"
-#include "ends.h"
 #include "judge.h"
 #include "packs.h"
 #include "target.h"
