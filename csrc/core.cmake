@@ -4,7 +4,7 @@
 
 # Of pack/ all stages but the last are headers, so that small functions of one stage are inlined into
 # another: a plan is made in 3 to 5 % less time.
-file(GLOB core_sources CONFIGURE_DEPENDS pack/*.cpp cpu/*.cpp)
+file(GLOB core_sources CONFIGURE_DEPENDS *.cpp pack/*.cpp cpu/*.cpp)
 add_library(pat_core STATIC ${core_sources})
 target_link_libraries(pat_core PRIVATE pat_options PUBLIC Threads::Threads)
 
@@ -35,9 +35,8 @@ endfunction()
 
 if(PAT_CUDA)
   include(cuda/toolkit.cmake)
-  file(GLOB cuda_host_sources CONFIGURE_DEPENDS cuda/*.cpp)
   file(GLOB cuda_sources CONFIGURE_DEPENDS cuda/*.cu)
-  target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
+  target_sources(pat_core PRIVATE ${cuda_sources})
   # sm_80 runs on GPUs of 8.x, sm_90a on 9.0 alone, sm_100 on 10.x and sm_120 on 12.x. The driver
   # compiles compute_100, which is PTX, for others of 10.0 and later. A wheel has all of them, in
   # twice the time.

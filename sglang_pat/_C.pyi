@@ -12,6 +12,8 @@ HEAVY_ROWS: int
 BRANCH_ROWS: int
 CUDA_MAX_GROUP: int
 CUDA_TILE_TOKENS: int
+CUDA_QUEUE_INTS: int
+CUDA_FIRST_UNIT_BYTES: int
 CUTS: tuple[str, ...]
 COST_NAMES: tuple[str, ...]
 CUDA_HEAD_DIMS: tuple[int, ...]
@@ -68,7 +70,6 @@ class RadixPaths:
     num_uncached: int
     num_unread: int
     num_too_long: int
-    num_nodes: int
 
 class HandleReader:
     def __init__(self, paths: tuple[str, str, str], settle: int, recheck: int) -> None: ...
@@ -112,8 +113,6 @@ def decode_cpu(**arguments: Any) -> None: ...
 def plan_bytes(items: int, members: int, queries: int, segments: int) -> int: ...
 
 # Of a build with CUDA only.
-def cuda_queue_ints() -> int: ...
-def cuda_first_unit_bytes() -> int: ...
 def cuda_min_shared_bytes(head_dim: int) -> int: ...
 def cuda_probe(device: int = 0) -> dict[str, Any]: ...
 

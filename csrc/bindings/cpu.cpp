@@ -13,6 +13,8 @@ using namespace py::literals;
 namespace pat {
 namespace {
 
+Strided strided(const Tensor3& tensor) { return {pointer<void>(tensor[0]), tensor[1], tensor[2]}; }
+
 void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k_cache,
             const Tensor3& v_cache, const Tensor3& out, int64_t lse,
             const std::array<int64_t, 4>& req_to_token, int64_t rows, int64_t seq_lens,
@@ -21,18 +23,10 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
             int num_threads, int draft_tokens, int kv_dtype, float k_scale, float v_scale,
             int64_t draft_masks, int64_t sinks, int sink_dtype, const Tensor3& q_rope) {
   const DecodeArgs args{
-      .q = pointer<const void>(q[0]),
-      .q_stride_row = q[1],
-      .q_stride_head = q[2],
-      .q_rope = pointer<const void>(q_rope[0]),
-      .q_rope_stride_row = q_rope[1],
-      .q_rope_stride_head = q_rope[2],
-      .k_cache = pointer<const void>(k_cache[0]),
-      .k_stride_slot = k_cache[1],
-      .k_stride_head = k_cache[2],
-      .v_cache = pointer<const void>(v_cache[0]),
-      .v_stride_slot = v_cache[1],
-      .v_stride_head = v_cache[2],
+      .q = strided(q),
+      .q_rope = strided(q_rope),
+      .k_cache = strided(k_cache),
+      .v_cache = strided(v_cache),
       .num_slots = num_slots,
       .req_to_token = pointer<const int32_t>(req_to_token[0]),
       .table_stride = req_to_token[1],
@@ -40,9 +34,7 @@ void decode(int64_t plan, int64_t plan_bytes, const Tensor3& q, const Tensor3& k
       .table_width = req_to_token[3],
       .rows = pointer<const int64_t>(rows),
       .seq_lens = pointer<const int64_t>(seq_lens),
-      .out = pointer<void>(out[0]),
-      .out_stride_row = out[1],
-      .out_stride_head = out[2],
+      .out = strided(out),
       .lse = pointer<float>(lse),
       .draft_masks = pointer<const uint64_t>(draft_masks),
       .sinks = pointer<const void>(sinks),

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "bindings/bindings.h"
-#include "cpu/forward.h"
-#include "cuda/decode.h"
+#include "cuda/params.h"
+#include "dtypes.h"
 #include "plan.h"
 
 namespace py = pybind11;
@@ -21,15 +21,6 @@ using namespace py::literals;
 namespace pat {
 namespace {
 
-// Both executors use one numbering.
-static_assert(static_cast<int>(CudaType::kBF16) == static_cast<int>(DType::kBF16));
-static_assert(static_cast<int>(CudaType::kF16) == static_cast<int>(DType::kF16));
-static_assert(static_cast<int>(SinkType::kF32) == static_cast<int>(DType::kF32));
-static_assert(static_cast<int>(SinkType::kBF16) == static_cast<int>(DType::kBF16));
-static_assert(static_cast<int>(SinkType::kF16) == static_cast<int>(DType::kF16));
-static_assert(static_cast<int>(KVType::kSame) == static_cast<int>(KVDType::kSame));
-static_assert(static_cast<int>(KVType::kE4M3) == static_cast<int>(KVDType::kE4M3));
-
 // What the kernels were compiled to, as nvcc names it: cubins (sm_80) and PTX (compute_100).
 py::tuple cuda_code() {
   py::list names;
@@ -40,11 +31,13 @@ py::tuple cuda_code() {
 
 void bind_limits(py::module_& m) {
   m.attr("BRANCH") = static_cast<int>(ItemKind::kBranch);  // kind of an item that is a branch
-  m.attr("WIDE_ROWS") = kWideRows;       // packed rows beyond which both halves of an SM work
-  m.attr("HEAVY_ROWS") = kHeavyRows;     // packed rows beyond which a unit is heavy
-  m.attr("BRANCH_ROWS") = kBranchRows;   // packed rows of a branch, at most
-  m.attr("CUDA_MAX_GROUP") = kMaxGroup;  // query heads a KV head
-  m.attr("CUDA_CODE") = cuda_code();     // () in a build without CUDA
+  m.attr("WIDE_ROWS") = kWideRows;         // packed rows beyond which both halves of an SM work
+  m.attr("HEAVY_ROWS") = kHeavyRows;       // packed rows beyond which a unit is heavy
+  m.attr("BRANCH_ROWS") = kBranchRows;     // packed rows of a branch, at most
+  m.attr("CUDA_MAX_GROUP") = kMaxGroup;    // query heads a KV head
+  m.attr("CUDA_CODE") = cuda_code();       // () in a build without CUDA
+  m.attr("CUDA_QUEUE_INTS") = kQueueInts;  // of CudaBuffers
+  m.attr("CUDA_FIRST_UNIT_BYTES") = kFirstUnitBytes;
   // The sources have these as cases of a switch (cuda) and local to a check (cpu/forward.cpp):
   // tests/core/test_exported_limits.py compares them with what the executors take.
   m.attr("CUDA_HEAD_DIMS") = py::make_tuple(64, 128, 256);

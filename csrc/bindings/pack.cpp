@@ -345,8 +345,7 @@ void bind_planner(py::module_& m) {
       .def_readonly("num_missing", &RadixPaths::num_missing)
       .def_readonly("num_uncached", &RadixPaths::num_uncached)
       .def_readonly("num_unread", &RadixPaths::num_unread)
-      .def_readonly("num_too_long", &RadixPaths::num_too_long)
-      .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
+      .def_readonly("num_too_long", &RadixPaths::num_too_long);
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)
       .def("plan", &Planner::plan, "infos"_a, "seq_lens"_a)

@@ -123,9 +123,9 @@ class ItemRunner {
         members_(job.plan.members + item_.member_offset),
         first_head_(kv_head * job.head_group),
         num_rows_(item_.num_queries * job.group),
-        k_(static_cast<const KV*>(args_.k_cache) + kv_head * args_.k_stride_head),
-        v_(static_cast<const KV*>(args_.v_cache) + kv_head * args_.v_stride_head),
-        v_in_k_(k_ == v_ && args_.k_stride_slot == args_.v_stride_slot &&
+        k_(static_cast<const KV*>(args_.k_cache.data) + kv_head * args_.k_cache.stride_head),
+        v_(static_cast<const KV*>(args_.v_cache.data) + kv_head * args_.v_cache.stride_head),
+        v_in_k_(k_ == v_ && args_.k_cache.stride_row == args_.v_cache.stride_row &&
                 args_.v_head_dim <= args_.head_dim),
         converted_(scratch),
         sums_(converted_ + kBlockTokens * (args_.head_dim + args_.v_head_dim)),
@@ -160,13 +160,13 @@ class ItemRunner {
     const float logit =
         args_.logit_cap == 0.0f ? args_.scale * kLog2E : args_.scale / args_.logit_cap;
     const float scale = args_.k_scale * logit;
-    const int dim = args_.q_rope ? args_.v_head_dim : args_.head_dim;
-    const T* from = static_cast<const T*>(args_.q) + tensor_row(row) * args_.q_stride_row +
-                    head(row) * args_.q_stride_head;
+    const int dim = args_.q_rope.data ? args_.v_head_dim : args_.head_dim;
+    const T* from = static_cast<const T*>(args_.q.data) + tensor_row(row) * args_.q.stride_row +
+                    head(row) * args_.q.stride_head;
     scaled(from, scale, dim, q(row));
-    if (args_.q_rope) {
-      from = static_cast<const T*>(args_.q_rope) + tensor_row(row) * args_.q_rope_stride_row +
-             head(row) * args_.q_rope_stride_head;
+    if (args_.q_rope.data) {
+      from = static_cast<const T*>(args_.q_rope.data) + tensor_row(row) * args_.q_rope.stride_row +
+             head(row) * args_.q_rope.stride_head;
       scaled(from, scale, args_.head_dim - dim, q(row) + dim);
     }
     std::fill_n(o(row), args_.v_head_dim, 0.0f);
@@ -201,9 +201,9 @@ class ItemRunner {
     if (!inside) return false;
     float* to = converted_;
     for (int t = 0; t < block.count; ++t) {
-      block.k[t] = widen(k_ + slots[t] * args_.k_stride_slot, args_.head_dim, to);
-      block.v[t] =
-          v_in_k_ ? block.k[t] : widen(v_ + slots[t] * args_.v_stride_slot, args_.v_head_dim, to);
+      block.k[t] = widen(k_ + slots[t] * args_.k_cache.stride_row, args_.head_dim, to);
+      block.v[t] = v_in_k_ ? block.k[t]
+                           : widen(v_ + slots[t] * args_.v_cache.stride_row, args_.v_head_dim, to);
     }
     return true;
   }
@@ -255,8 +255,8 @@ class ItemRunner {
       const float factor = args_.sinks ? share(state.max, total) : normalizer(state);
       const int64_t to = tensor_row(row);
       write_row(row, factor,
-                static_cast<T*>(args_.out) + to * args_.out_stride_row +
-                    head(row) * args_.out_stride_head);
+                static_cast<T*>(args_.out.data) + to * args_.out.stride_row +
+                    head(row) * args_.out.stride_head);
       if (args_.lse) args_.lse[to * args_.num_q_heads + head(row)] = lse(total);
       return;
     }
@@ -324,7 +324,7 @@ void merge_to(const DecodeJob& job, int query, int draft_token, int head, float*
     });
   }
   const int64_t row = int64_t{query} * args.draft_tokens + draft_token;
-  T* out = static_cast<T*>(args.out) + row * args.out_stride_row + head * args.out_stride_head;
+  T* out = static_cast<T*>(args.out.data) + row * args.out.stride_row + head * args.out.stride_head;
   for (int j = 0; j < args.v_head_dim; ++j) assign(out[j], sum[j]);
   if (args.lse) args.lse[row * args.num_q_heads + head] = lse(total);
 }

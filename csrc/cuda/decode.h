@@ -62,18 +62,4 @@ struct ProbeResult {
 // driver is an answer, not an error. Leaves the calling thread's current device as it was.
 ProbeResult cuda_probe(int device);
 
-// What a plan is copied to. Kernels trust a plan that fits it.
-struct PlanRoom {
-  int64_t bytes;
-  int32_t max_queries, max_partials, max_context, max_branch_tokens, max_list_tokens;
-  int32_t num_q_heads, num_kv_heads, draft_tokens;
-};
-
-// Both throw std::invalid_argument that names what was given and what fits. Host memory only.
-void check_plan_fits(const void* plan, int64_t plan_bytes, const PlanRoom& room);
-// The same of a plan that this process made, in constant time: `last_token` and `most_rows` are the
-// Plan's (emit.h).
-void check_made_plan_fits(const void* plan, int64_t plan_bytes, int64_t last_token,
-                          int64_t most_rows, const PlanRoom& room);
-
 }  // namespace pat

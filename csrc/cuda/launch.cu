@@ -88,7 +88,7 @@ ForwardParams forward_params(const DecodeParams& decode) {
 void launch_any(const ForwardParams& params, const DecodeParams& decode, cudaStream_t stream) {
   with_head_dim(decode.head_dim, [&](auto dim) {
     auto* launch =
-        decode.kv_type == KVType::kE4M3 ? launch_forward<dim, true> : launch_forward<dim, false>;
+        decode.kv_type == KVDType::kE4M3 ? launch_forward<dim, true> : launch_forward<dim, false>;
     launch(params, decode.type, decode.launch == Launch::kStreams, stream);
   });
 }
@@ -116,9 +116,9 @@ void launch_streams(ForwardParams params, const DecodeParams& decode, cudaStream
 }
 
 void check_kv_type(const DecodeParams& a) {
-  PAT_CHECK(a.kv_type == KVType::kSame || a.kv_type == KVType::kE4M3, "kv_dtype is ",
+  PAT_CHECK(a.kv_type == KVDType::kSame || a.kv_type == KVDType::kE4M3, "kv_dtype is ",
             static_cast<int>(a.kv_type), ", must be 0 (q's) or 1 (float8_e4m3fn)");
-  PAT_CHECK(a.kv_type == KVType::kE4M3 || (a.k_scale == 1.0f && a.v_scale == 1.0f), "k_scale is ",
+  PAT_CHECK(a.kv_type == KVDType::kE4M3 || (a.k_scale == 1.0f && a.v_scale == 1.0f), "k_scale is ",
             a.k_scale, " and v_scale ", a.v_scale, ", must be 1 where K and V are of q's dtype");
   const auto usable = [](float scale) { return scale > 0.0f && std::isfinite(scale); };
   PAT_CHECK(usable(a.k_scale) && usable(a.v_scale), "k_scale is ", a.k_scale, " and v_scale ",

@@ -5,19 +5,14 @@
 
 #include <cstdint>
 
+#include "dtypes.h"
 #include "plan.h"
 
 namespace pat {
 
 struct FirstUnit;  // cuda/forward/pipeline.cuh
 
-enum class CudaType : int { kBF16 = 1, kF16 = 2 };
-
-// Elements of the K/V cache: of q's type, or float8_e4m3fn, whose values k_scale and v_scale
-// multiply.
-enum class KVType : int { kSame = 0, kE4M3 = 1 };
-
-inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
+inline constexpr int kv_bytes(KVDType type) { return type == KVDType::kE4M3 ? 1 : 2; }
 
 // For divisions in the kernels: value / divisor == value * magic >> 32 for values below
 // 2^32 / divisor, and 0 stands for a divisor of 1.
@@ -27,10 +22,9 @@ constexpr uint32_t divisor_magic(uint32_t divisor) {
 
 // Attention sinks: a logit of each query head, see with_sink(). The dtype is not q's, because
 // SGLang has them in bf16 or fp32.
-enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
 struct Sinks {
   const void* values;  // [heads], or null: none
-  SinkType type;
+  DType type;
   int32_t heads;
   uint32_t heads_magic;  // divisor_magic(heads)
 };
@@ -63,8 +57,8 @@ struct Buffers {
 };
 
 // What a layer's decode works on: filled by the caller. Each kernel gets what it reads of it. All
-// strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
-// contiguous.
+// strides are in bytes. Tensors are of `type`, bf16 or fp16, K and V of `kv_type`, and their last
+// dimension is contiguous.
 struct DecodeParams : Buffers {
   const char* q;  // [num_rows * draft_tokens, num_q_heads, head_dim]; of MLA v_head_dim columns
   int64_t q_stride_row, q_stride_head;
@@ -77,10 +71,10 @@ struct DecodeParams : Buffers {
   float* lse;  // [num_rows * draft_tokens, num_q_heads] base 2, or null
   Sinks sinks;
   int32_t num_rows;  // of the batch, with those that pad it; rows without a query get zeros
-  CudaType type;
+  DType type;
   float scale;
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
-  KVType kv_type;
+  KVDType kv_type;
   float k_scale, v_scale;  // 1 unless kE4M3
   // Of MLA, else null: [num_rows * draft_tokens, num_q_heads, head_dim - v_head_dim], the last
   // columns of q. `v` is `k` then.

@@ -141,7 +141,7 @@ def _attributes() -> Iterator[str]:
 
 
 def _path_elements() -> Iterator[str]:
-    """csrc/srt/node_source.cpp reads the elements of the Rust tree core's paths by position."""
+    """csrc/srt/radix_paths.h reads the elements of the Rust tree core's paths by position."""
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import TreePathNodeInfo
 
     expected = ("node_id", "parent_id", "path_start", "path_end")
