@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Builds pat_core: planning, the CPU executor and the CUDA kernels, all that knows no Python. Sets
-# PAT_CUDA_CODE: what the kernels were compiled to.
+# Builds pat_core: both executors, which know no Python. Sets PAT_CUDA_CODE: what the kernels were
+# compiled to.
 
-# Of pack/ all stages but the last are headers, so that small functions of one stage are inlined into
-# another: a plan is made in 3 to 5 % less time.
-file(GLOB core_sources CONFIGURE_DEPENDS *.cpp pack/*.cpp cpu/*.cpp)
+file(GLOB core_sources CONFIGURE_DEPENDS *.cpp cpu/*.cpp)
 add_library(pat_core STATIC ${core_sources})
 target_link_libraries(pat_core PRIVATE pat_options PUBLIC Threads::Threads)
 

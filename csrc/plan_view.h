@@ -30,15 +30,6 @@ struct PlanView {
     const auto [first, count] = item_segments[index];
     for (int32_t i = first; i < first + count; ++i) visit(segments[i]);
   }
-
-  // Tokens that item `index` reads of sequences of `seq_lens` tokens ([queries]).
-  int64_t item_tokens(int32_t index, const int64_t* seq_lens) const {
-    int64_t tokens = 0;
-    for_each_segment(index, [&](const Segment& s) {
-      tokens += is_dynamic(s) ? seq_lens[s.query] - s.kv_start : s.kv_len;
-    });
-    return tokens;
-  }
 };
 
 // What an executor's buffers must hold for a plan.

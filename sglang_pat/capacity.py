@@ -120,7 +120,7 @@ def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
     """Tokens of the list that the plans of a K/V pool of ``pool_tokens`` need as a rule.
 
     A plan lists each token of the batch once, and tails with the room that they may grow into, a
-    quarter or 128 tokens (csrc/pack/costs.h). It lists more, and the list then grows, where
+    quarter or 128 tokens (csrc/pack/target.h). It lists more, and the list then grows, where
     children take over their parent's tokens, which then stand before those of each child, and where
     requests that hold the same slots are not known to share them.
     """

@@ -378,9 +378,12 @@ def check_cuda(
         head_dim=head_dim,
         k_stride_slot=k_cache.stride(0),
         v_stride_slot=v_cache.stride(0),
+        scale=factors["scale"],
+        logit_cap=factors["logit_cap"],
+        kv_dtype=factors["kv_dtype"],
         draft_tokens=draft_tokens,
-        **({} if q_rope is None else {"v_head_dim": v_head_dim, "dtype": DTYPES[q.dtype]}),
-        **factors,
+        v_head_dim=v_head_dim,
+        dtype=DTYPES[q.dtype],
     )
 
 

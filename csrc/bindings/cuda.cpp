@@ -7,7 +7,7 @@
 
 #include "bindings/bindings.h"
 #include "check.h"
-#include "cuda/decode.h"
+#include "cuda/params.h"
 #include "cuda/staging.h"
 #include "pack/target.h"
 #include "plan_view.h"
@@ -84,7 +84,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
 
 void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
                      int64_t v_stride_slot, float scale, float logit_cap, int kv_dtype,
-                     float k_scale, float v_scale, int draft_tokens, int v_head_dim, int dtype) {
+                     int draft_tokens, int v_head_dim, int dtype) {
   DecodeParams args{};
   args.v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim;
   args.type = static_cast<DType>(dtype);
@@ -92,14 +92,11 @@ void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_
   args.out_stride_row = 16 * num_q_heads;  // of a contiguous out of 8 columns
   args.out_stride_head = 16;
   args.kv_type = static_cast<KVDType>(kv_dtype);
-  args.k_scale = k_scale;
-  args.v_scale = v_scale;
   args.k_stride_slot = kv_bytes(args.kv_type) * k_stride_slot;
   args.v_stride_slot = kv_bytes(args.kv_type) * v_stride_slot;
   args.num_q_heads = num_q_heads;
   args.num_kv_heads = num_kv_heads;
   args.head_dim = head_dim;
-  args.partial_bytes = 4;  // as a Workspace has it, or 2
   args.scale = scale;
   args.logit_cap = logit_cap;
   check_decode(args);
@@ -163,44 +160,19 @@ void check_plan(int64_t plan, int64_t plan_bytes, const Target& target, int64_t 
             most_rows, " fit: give the target smaller row_tiles");
 }
 
-py::dict probe(int device) {
-  ProbeResult r;
-  {
-    py::gil_scoped_release release;  // the first CUDA call may take seconds
-    r = cuda_probe(device);
-  }
-  return py::dict("ok"_a = r.ok, "device"_a = r.device, "arch"_a = r.arch,
-                  "kernel_arch"_a = r.kernel_arch, "driver_version"_a = r.driver_version,
-                  "error"_a = r.error);
-}
+}  // namespace
 
-void bind_probe(py::module_& m) {
-  m.def("cuda_min_shared_bytes", &min_shared_bytes, "head_dim"_a,
-        "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
-        "a head dim that has no kernel.");
-  m.def("cuda_probe", &probe, "device"_a = 0,
-        "Run a tiny kernel of this module on a CUDA device.\n\n"
-        "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"
-        "compiled for), driver_version (0 without a driver), error (\"\" if ok). Never raises.");
-}
-
-void bind_buffers(py::module_& m) {
+void bind_cuda(py::module_& m) {
+  m.def("cuda_min_shared_bytes", &min_shared_bytes, "head_dim"_a);
+  m.def("cuda_probe", &cuda_probe, "device"_a, py::call_guard<py::gil_scoped_release>());
   py::class_<Buffers>(m, "CudaBuffers",
                       "Addresses of a workspace's device memory, and the heads it is for: see\n"
                       "Buffers in params.h. Who made it keeps the memory.")
       .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
            "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "launch"_a,
            "draft_masks"_a, "target"_a);
-}
-
-void bind_staging(py::module_& m) {
-  m.def(
-      "check_plan_cuda", &check_plan, "plan"_a, "plan_bytes"_a, "target"_a, "max_bytes"_a,
-      "max_context"_a, "max_list_tokens"_a, "made"_a,
-      "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
-      "is sound and fits a workspace for the target. Kernels trust a plan that passed. `made`: "
-      "(last_token,\n"
-      "most_rows) of a Plan of this process, which is taken to be sound.");
+  m.def("check_plan_cuda", &check_plan, "plan"_a, "plan_bytes"_a, "target"_a, "max_bytes"_a,
+        "max_context"_a, "max_list_tokens"_a, "made"_a);
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
       .def(py::init<size_t, int>(), "bytes"_a, "count"_a)
       .def(
@@ -211,29 +183,20 @@ void bind_staging(py::module_& m) {
                       pointer<int32_t>(list), pointer<void>(stream));
           },
           "plan"_a, "bytes"_a, "device"_a, "list"_a, "stream"_a,
-          py::call_guard<py::gil_scoped_release>(),
-          "Copies a plan from a host to a device address in stream order; `list`: the device "
-          "address\n"
-          "of its list. Raises ValueError for one that is too large and in a capture, "
-          "RuntimeError\n"
-          "with CUDA's error.");
-}
-
-void bind_launches(py::module_& m) {
+          py::call_guard<py::gil_scoped_release>());
   m.def("snapshot_cuda", &snapshot, "buffers"_a, py::kw_only(), "req_to_token"_a, "rows"_a,
         "seq_lens"_a, "num_rows"_a, "stream"_a,
-        R"(Fills the list of a workspace's plan on a stream, see decode.h.
+        R"(Fills the list of a workspace's plan on a stream, see params.h.
 
 req_to_token: (address, row stride, tokens of a row) of int32.
 rows, seq_lens: (address, bytes of an element: 4 or 8).)");
   m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), "cells"_a, "num_cells"_a,
         "seq_lens"_a, "num_rows"_a, "draft_tokens"_a, "masks"_a, "stream"_a,
-        "Writes the masks of draft trees on a stream, see DraftMaskArgs in decode.h. seq_lens:\n"
+        "Writes the masks of draft trees on a stream, see DraftMaskArgs in params.h. seq_lens:\n"
         "(address, bytes of an element: 4 or 8), of address 0 where rows have no cells for them.");
   m.def("check_decode_cuda", &check_arguments, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
         "k_stride_slot"_a, "v_stride_slot"_a, "scale"_a, "logit_cap"_a, "kv_dtype"_a = 0,
-        "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_tokens"_a = 1, "v_head_dim"_a = 0,
-        "dtype"_a = 1,
+        "draft_tokens"_a = 1, "v_head_dim"_a = 0, "dtype"_a = 1,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def("decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a,
         "out"_a, "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a,
@@ -243,15 +206,6 @@ rows, seq_lens: (address, bytes of an element: 4 or 8).)");
 
 q, k_cache, v_cache, out, q_rope: (address, stride 0, stride 1), strides in elements.
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
-}
-
-}  // namespace
-
-void bind_cuda(py::module_& m) {
-  bind_probe(m);
-  bind_buffers(m);
-  bind_staging(m);
-  bind_launches(m);
 }
 
 }  // namespace pat

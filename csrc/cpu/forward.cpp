@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "check.h"
-#include "cpu/attend.h"
 
 namespace pat {
 namespace {

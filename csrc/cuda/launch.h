@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "check.h"
-#include "cuda/decode.h"
+#include "cuda/params.h"
 
 namespace pat {
 

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "../plan.h"
-#include "costs.h"
 #include "packs.h"
 #include "target.h"
 #include "tree.h"

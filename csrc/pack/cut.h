@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ways to cut a pack tree into items. Each gives a plan; the judge says which takes the least
-// time (schedule.cpp). A way more is a row of kCuts.
+// time (schedule.h). A way more is a row of kCuts.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct Cut {
   // are no part of a branch.
   int32_t branch_rows;
   int32_t limit;
-  bool ends = false;  // instead of `limit`, ends.h says what is part of a branch
+  bool ends = false;  // instead of `limit`, Ends says what is part of a branch
 };
 
 // The judge gives up a plan that takes longer than one before it, so those that are often the
@@ -49,39 +49,6 @@ inline constexpr uint32_t kPieceCuts = [] {
   for (size_t i = 0; i < kCuts.size(); ++i) bits |= uint32_t{kCuts[i].branch_rows == 0} << i;
   return bits;
 }();
-
-// A batch to be cut.
-struct Batch {
-  const PackTree& tree;
-  const int64_t* seq_lens;  // [num_queries]
-  int32_t num_queries;
-  int64_t unique_tokens;  // those of each node once
-  int64_t longest;        // tokens of its longest node or tail
-};
-
-// Which queries each pack and each branch has, and which partials they write.
-struct Assignment {
-  std::vector<QuerySplits> splits;      // [queries]; the offset of one split means nothing yet
-  std::vector<int32_t> member_offsets;  // [packs + 1] into members; branches follow the packs
-  std::vector<Member>
-      members;  // Member::partial: of the pack's first piece, from the query's first
-  int64_t num_items = 0;
-  int64_t num_partials = 0;
-};
-
-// Sets Pack::pieces and Pack::chunk: pieces of `tokens` tokens, or longer ones if these were too
-// many.
-//
-// A tail's last piece holds all of the query's draft tokens, so a shorter one is joined to the
-// piece before it.
-inline void cut_pack(const Target& target, Pack& pack, int32_t tokens) {
-  const int64_t all = std::max(pack.tokens(), 1);
-  const int64_t least = (all + kMostPieces - 1) / kMostPieces;
-  pack.chunk = static_cast<int32_t>(std::clamp<int64_t>(tokens, least, all));
-  pack.pieces = static_cast<int32_t>((all + pack.chunk - 1) / pack.chunk);
-  const auto last = [&] { return all - int64_t{pack.pieces - 1} * pack.chunk; };
-  while (pack.pieces > 1 && last() < target.draft_tokens) --pack.pieces;
-}
 
 // Tokens of equal pieces of a pack, in whole tiles, of which none has more than `most`, itself
 // whole tiles.
@@ -116,17 +83,23 @@ struct Items {
   const Target* target = nullptr;  // with the row tiles that the items have
   Packs packs;
   Brancher brancher;
-  Assignment assigned;
+  std::vector<QuerySplits> splits;      // [queries]; the offset of one split means nothing yet
+  std::vector<int32_t> member_offsets;  // [packs + 1] into members; branches follow the packs
+  // Of each pack and each branch; Member::partial: of the pack's first piece, from the query's
+  // first.
+  std::vector<Member> members;
+  int64_t num_items = 0;
+  int64_t num_partials = 0;
 
   // Takes over packs, which it leaves whole, without branches.
   void take(const Packs& whole) {
     packs = whole;
     brancher.clear();
   }
-  // Tokens of the pieces of a cut of the packs at hand, in whole KV tiles.
-  // The shortest pieces that make no more units than the cut wants. An SM that gets one piece more
-  // than others takes that much longer, so these fill the SMs evenly, whatever is left for short
-  // items.
+
+  // Tokens of the pieces of a cut of the packs at hand, in whole KV tiles: the shortest that make
+  // no more units than the cut wants. An SM that gets one piece more than others takes that much
+  // longer, so these fill the SMs evenly, whatever is left for short items.
   int32_t piece_tokens(const Cut& cut, const Target& of) const {
     const auto most = static_cast<int64_t>(cut.parts * of.slots() / of.num_kv_heads);
     const int64_t tile = of.kv_tiles.back();
@@ -147,37 +120,49 @@ struct Items {
     }
     choose_row_tiles(with_wide, without_wide);
   }
-  // Numbers the partials. Returns whether items and partials fit the target's buffers.
+
   // Lists the members of every pack and numbers the partials of every query by token position, from
-  // the query's first: emit.cpp adds where its partial slots begin, or writes kDirect.
+  // the query's first: emit.h adds where its partial slots begin, or writes kDirect. Returns
+  // whether items and partials fit the target's buffers.
   bool assign(int32_t num_queries) {
-    Assignment& out = assigned;
     const int32_t num_packs = count_of(packs.packs);
-    out.member_offsets.resize(num_packs + 1);
-    out.num_items = out.num_partials = 0;
+    member_offsets.resize(num_packs + 1);
+    num_items = num_partials = 0;
     int32_t num_members = 0;
     for (int32_t i = 0; i < num_packs; ++i) {
       const Pack& pack = packs.packs[i];
-      out.member_offsets[i] = num_members;
+      member_offsets[i] = num_members;
       num_members += pack.queries;
-      out.num_items += target->num_row_tiles(pack.queries) * pack.pieces;
+      num_items += target->num_row_tiles(pack.queries) * pack.pieces;
     }
-    out.member_offsets[num_packs] = num_members;
-    out.members.resize(num_members + brancher.members().size());
-    for (const Branch& branch : brancher.branches()) out.num_items += branch.num_queries > 0;
-    out.splits.resize(num_queries);
+    member_offsets[num_packs] = num_members;
+    members.resize(num_members + brancher.members().size());
+    for (const Branch& branch : brancher.branches()) num_items += branch.num_queries > 0;
+    splits.resize(num_queries);
     for (int32_t query = 0; query < num_queries; ++query) number_partials(query);
     // number_partials() used each pack's offset as a cursor. It now stands at the pack's end, which
     // is where the next pack starts: shift them back.
-    for (int32_t i = num_packs; i > 0; --i) out.member_offsets[i] = out.member_offsets[i - 1];
-    out.member_offsets[0] = 0;
+    for (int32_t i = num_packs; i > 0; --i) member_offsets[i] = member_offsets[i - 1];
+    member_offsets[0] = 0;
     for (const int32_t query : brancher.members()) {
-      out.members[num_members++] = {query, out.splits[query].num_splits - 1};
+      members[num_members++] = {query, splits[query].num_splits - 1};
     }
-    return out.num_items <= target->max_items && out.num_partials <= target->max_partials;
+    return num_items <= target->max_items && num_partials <= target->max_partials;
   }
 
  private:
+  // Sets Pack::pieces and Pack::chunk: pieces of `tokens` tokens, or longer ones if these were too
+  // many. A tail's last piece holds all of the query's draft tokens, so a shorter one is joined to
+  // the piece before it.
+  static void cut_pack(const Target& target, Pack& pack, int32_t tokens) {
+    const int64_t all = std::max(pack.tokens(), 1);
+    const int64_t least = (all + kMostPieces - 1) / kMostPieces;
+    pack.chunk = static_cast<int32_t>(std::clamp<int64_t>(tokens, least, all));
+    pack.pieces = static_cast<int32_t>((all + pack.chunk - 1) / pack.chunk);
+    const auto last = [&] { return all - int64_t{pack.pieces - 1} * pack.chunk; };
+    while (pack.pieces > 1 && last() < target.draft_tokens) --pack.pieces;
+  }
+
   // A wide work unit takes all of an SM, which otherwise runs two smaller ones side by side:
   // without one for four fifths of the SMs the plan has none.
   void choose_row_tiles(const Target& with_wide, const Target& without_wide) {
@@ -215,11 +200,11 @@ struct Items {
     int32_t partial = 0;
     for (int32_t i = last; i != kNoNode; i = packs.packs[i].above) partial += packs.packs[i].pieces;
     const int32_t total = partial + in_branch;
-    assigned.splits[query] = {static_cast<int32_t>(assigned.num_partials), total};
-    if (total > 1) assigned.num_partials += total;
+    splits[query] = {static_cast<int32_t>(num_partials), total};
+    if (total > 1) num_partials += total;
     for (int32_t i = last; i != kNoNode; i = packs.packs[i].above) {
       partial -= packs.packs[i].pieces;
-      assigned.members[assigned.member_offsets[i]++] = {query, partial};
+      members[member_offsets[i]++] = {query, partial};
     }
   }
 };

@@ -15,7 +15,6 @@
 #include "../check.h"
 #include "../plan.h"
 #include "branch.h"
-#include "costs.h"
 #include "cut.h"
 #include "packs.h"
 #include "target.h"
@@ -67,7 +66,7 @@ class Emitter {
     num_branch_segments_ = count_of(from.brancher.segments());
     list_tokens_ = from.brancher.list_tokens();
     Plan plan;
-    const int32_t num_queries = count_of(from.assigned.splits);
+    const int32_t num_queries = count_of(from.splits);
     plan.min_seq_lens.resize(num_queries);
     plan.max_seq_lens.resize(num_queries);
     for (int32_t i = 0; i < count_of(from.packs.packs); ++i) list_pack(from, i, plan);
@@ -91,7 +90,7 @@ class Emitter {
         .num_items = count_of(drafts_),
         .num_members = num_members,
         .num_segments = num_segments,
-        .num_partials = static_cast<int32_t>(from.assigned.num_partials),
+        .num_partials = static_cast<int32_t>(from.num_partials),
         .num_shared_items = num_shared_,
         .items_offset = place(drafts_.size(), sizeof(Item)),
         .item_segments_offset = place(drafts_.size(), sizeof(ItemSegments)),
@@ -117,7 +116,7 @@ class Emitter {
     write_items(from, plan.part<Item>(header.items_offset),
                 plan.part<ItemSegments>(header.item_segments_offset),
                 plan.part<Member>(header.members_offset));
-    std::ranges::transform(from.assigned.splits, plan.part<QuerySplits>(header.queries_offset),
+    std::ranges::transform(from.splits, plan.part<QuerySplits>(header.queries_offset),
                            [](const QuerySplits& query) -> QuerySplits {
                              return {query.num_splits > 1 ? query.partial_offset : 0,
                                      query.num_splits};
@@ -149,7 +148,7 @@ class Emitter {
     return std::max(kMinHeadroom, tail.pieces == 1 ? share : std::min(share, tail.chunk / 2));
   }
 
-  // An item before it has its place. Until then member_offset counts in Assignment::members.
+  // An item before it has its place. Until then member_offset counts in Items::members.
   struct Draft {
     Item item;
     ItemSegments segments;
@@ -189,7 +188,7 @@ class Emitter {
       for (int32_t first = 0; first < pack.queries; first += tile_queries_) {
         const int32_t queries = std::min(tile_queries_, pack.queries - first);
         const int32_t row_tile = target.row_tile_for(queries);
-        const int32_t offset = from.assigned.member_offsets[index] + first;
+        const int32_t offset = from.member_offsets[index] + first;
         // Both are filled in place: a copy of what was just written stalls the processor.
         Draft& draft = add(weight_of(row_tile), row_tile, tokens);
         draft.item.member_offset = offset;
@@ -202,7 +201,7 @@ class Emitter {
         draft.segments = {num_branch_segments_ + count_of(segments_), 1};
         draft.piece = piece;
         Segment& segment = segments_.emplace_back();
-        segment.query = from.assigned.members[offset].query;
+        segment.query = from.members[offset].query;
         segment.kv_start = start;
         segment.kv_len = dynamic ? kDynamic : tokens;
         segment.room = room;
@@ -232,7 +231,7 @@ class Emitter {
           std::min<int64_t>(int64_t{segment.kv_start} + segment.room, INT32_MAX);
     }
     num_shared_ += shared;
-    const int32_t num_packed = from.assigned.member_offsets[count_of(from.packs.packs)];
+    const int32_t num_packed = from.member_offsets[count_of(from.packs.packs)];
     const auto whole_tiles = [](int32_t tokens) {
       return static_cast<int16_t>(std::min(tokens / kBranchAlign, int32_t{INT16_MAX}));
     };
@@ -301,8 +300,8 @@ class Emitter {
         item.order = BranchOrder::kCommonLast;
       }
       for (int32_t m = 0; m < item.num_queries; ++m) {
-        const Member& member = from.assigned.members[item.member_offset + m];
-        const QuerySplits& splits = from.assigned.splits[member.query];
+        const Member& member = from.members[item.member_offset + m];
+        const QuerySplits& splits = from.splits[member.query];
         const int32_t slot = splits.partial_offset + member.partial + draft.piece;
         members[num_members + m] = {member.query, splits.num_splits > 1 ? slot : kDirect};
       }

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "../merge_rule.h"
-#include "costs.h"
 #include "cut.h"
 #include "target.h"
 
@@ -145,6 +144,7 @@ class Judge {
     items_.push_back({kind, order, by_kind_[kind].start_us, tiles_of(tokens)});
     read_tokens_ += tokens;
   }
+
   void add_pack(const Target& target, const Pack& pack) {
     const int32_t most = target.max_tile_queries();
     for (int32_t left = pack.queries; left > 0; left -= most) {
@@ -178,18 +178,16 @@ class Judge {
 
   double merge_us(const Items& plan) const {
     const Target& target = *plan.target;
-    const Assignment& assigned = plan.assigned;
-    if (assigned.num_partials == 0) return 0.0;
+    if (plan.num_partials == 0) return 0.0;
     int32_t most_splits = 0;
-    for (const QuerySplits& query : assigned.splits) {
+    for (const QuerySplits& query : plan.splits) {
       most_splits = std::max(most_splits, query.num_splits);
     }
-    const int64_t rows =
-        int64_t{count_of(assigned.splits)} * target.draft_tokens * target.num_q_heads;
+    const int64_t rows = int64_t{count_of(plan.splits)} * target.draft_tokens * target.num_q_heads;
     const int32_t at_once = kMergeRules[merge_rule(rows, target.num_sms)].splits_at_once();
     const int32_t rounds = (most_splits + at_once - 1) / at_once;
-    const double bytes = static_cast<double>(assigned.num_partials) * target.num_kv_heads *
-                         target.partial_cost_bytes();
+    const double bytes =
+        static_cast<double>(plan.num_partials) * target.num_kv_heads * target.partial_cost_bytes();
     const double rate = target.hopper ? costs_.partial_rate : target.bytes_per_s;
     return costs_.round_us * rounds + costs_.split_us * most_splits + 1e6 * bytes / rate;
   }

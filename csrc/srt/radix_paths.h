@@ -16,16 +16,8 @@
 #include "check.h"
 #include "handles.h"
 #include "pack/tree.h"
-#include "python_objects.h"
 
 namespace pat {
-
-// A node as a source is asked for it. `object`: the node itself where the tree has Python nodes,
-// nullptr where it has ids alone.
-struct NodeRef {
-  int64_t id;
-  PyObject* object;
-};
 
 // What stands above a node. `root`: the node's parent is the root, which is on no path.
 struct NodeAbove {
@@ -36,9 +28,11 @@ struct NodeAbove {
   py::object object;    // the parent, of a tree of Python nodes
 };
 
-// A node that is known, with what was last read of it.
+// A node that is known, with what was last read of it. `object`: the node itself where the tree has
+// Python nodes, nullptr where it has ids alone.
 struct KnownNode {
-  NodeRef node;
+  int64_t id;
+  PyObject* object;
   int64_t length;
   const PyObject* parent;
 };
@@ -46,8 +40,8 @@ struct KnownNode {
 class NodeSource {
  public:
   virtual ~NodeSource() = default;
-  // Throws what the look-up of a node that is gone raises.
-  virtual NodeAbove above(const NodeRef& node) const = 0;
+  // Of a node as KnownNode has it. Throws what the look-up of a node that is gone raises.
+  virtual NodeAbove above(int64_t id, PyObject* object) const = 0;
   // The indices of those that were split since they were read: the lower part of a split keeps the
   // node's id and gets a new parent.
   virtual std::vector<size_t> find_split(const std::vector<KnownNode>& nodes) const = 0;
@@ -64,17 +58,17 @@ class TreeCoreNodes final : public NodeSource {
         parent_id_(attr_name("parent_node_id")),
         is_root_(attr_name("parent_is_root")) {}
 
-  NodeAbove above(const NodeRef& node) const override {
-    const py::int_ id(node.id);
+  NodeAbove above(int64_t id, PyObject*) const override {
+    const py::int_ number(id);
     py::list ids(1);
-    ids[0] = id;
+    ids[0] = number;
     const int64_t tokens = lengths_of(ids)[0];
     const py::int_ length(tokens);
-    PyObject* arguments[] = {id.ptr(), length.ptr()};
+    PyObject* arguments[] = {number.ptr(), length.ptr()};
     const auto state = py::reinterpret_steal<py::object>(
         PyObject_Vectorcall(parent_.ptr(), arguments, 2, nullptr));
     if (!state) throw py::error_already_set();
-    if (state.is_none()) return above_by_path(node.id);
+    if (state.is_none()) return above_by_path(id);
     return {.parent = to_int64(py::getattr(state, parent_id_).ptr(), "parent_node_id"),
             .length = tokens,
             .root = py::getattr(state, is_root_).is(py::bool_(true)),
@@ -83,7 +77,7 @@ class TreeCoreNodes final : public NodeSource {
 
   std::vector<size_t> find_split(const std::vector<KnownNode>& nodes) const override {
     py::list ids(nodes.size());
-    for (size_t i = 0; i < nodes.size(); ++i) ids[i] = py::int_(nodes[i].node.id);
+    for (size_t i = 0; i < nodes.size(); ++i) ids[i] = py::int_(nodes[i].id);
     const std::vector<int64_t> lengths = lengths_of(ids);
     std::vector<size_t> split;
     for (size_t i = 0; i < nodes.size(); ++i) {
@@ -137,18 +131,18 @@ class PythonNodes final : public NodeSource {
         parent_(attr_name(parent)),
         key_(attr_name(key)) {}
 
-  NodeAbove above(const NodeRef& node) const override {
-    py::object parent = py::getattr(node.object, parent_);
+  NodeAbove above(int64_t, PyObject* object) const override {
+    py::object parent = py::getattr(object, parent_);
     if (parent.is_none()) return {.root = true, .object = {}};  // the root itself, of an empty key
-    const auto length = static_cast<int64_t>(py::len(py::getattr(node.object, key_)));
-    const int64_t id = to_int64(py::getattr(parent, id_).ptr(), what_id_.c_str());
-    return {.parent = id, .length = length, .object = std::move(parent)};
+    const auto length = static_cast<int64_t>(py::len(py::getattr(object, key_)));
+    const int64_t above = to_int64(py::getattr(parent, id_).ptr(), what_id_.c_str());
+    return {.parent = above, .length = length, .object = std::move(parent)};
   }
 
   std::vector<size_t> find_split(const std::vector<KnownNode>& nodes) const override {
     std::vector<size_t> split;
     for (size_t i = 0; i < nodes.size(); ++i) {
-      if (py::getattr(nodes[i].node.object, parent_).ptr() != nodes[i].parent) split.push_back(i);
+      if (py::getattr(nodes[i].object, parent_).ptr() != nodes[i].parent) split.push_back(i);
     }
     return split;
   }
@@ -366,7 +360,7 @@ class RadixPaths {
     size_t read = 0;
     int32_t parent = kNoNode;
     while (parent == kNoNode) {
-      NodeAbove above = source_->above({at(index).id, at(index).object.ptr()});
+      NodeAbove above = source_->above(at(index).id, at(index).object.ptr());
       at(index).length = static_cast<int32_t>(above.length);
       climbed_.push_back(index);
       read += above.num_read;
@@ -424,7 +418,7 @@ class RadixPaths {
       for (int32_t child = at(parent).child; child != kNoNode; child = at(child).next) {
         const Node& node = at(child);
         if (node.born_read == read_) continue;
-        known.push_back({{node.id, node.object.ptr()}, node.length, at(parent).object.ptr()});
+        known.push_back({node.id, node.object.ptr(), node.length, at(parent).object.ptr()});
         indices.push_back(child);
       }
     }

@@ -90,7 +90,7 @@ def test_costs_are_set_by_value() -> None:
     values[_C.COST_NAMES.index("launch_us")] += 1000.0
     planner.costs = values
     assert planner.plan([[]], [500]).seconds - before.seconds == pytest.approx(1e-3)
-    with pytest.raises(ValueError, match="2 costs, need"):
+    with pytest.raises(TypeError, match="FixedSize"):
         planner.costs = [1.0, 2.0]
 
 
