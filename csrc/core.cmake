@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Builds pat_core: planning, the CPU executor and the CUDA kernels, all that knows no Python. Sets
-# PAT_CUDA_CODE: what the kernels were compiled to.
+# Builds pat_core: both executors, which know no Python. Sets PAT_CUDA_CODE: what the kernels were
+# compiled to.
 
-file(GLOB core_sources CONFIGURE_DEPENDS pack/*.cpp cpu/*.cpp)
+file(GLOB core_sources CONFIGURE_DEPENDS *.cpp cpu/*.cpp)
 add_library(pat_core STATIC ${core_sources})
 target_link_libraries(pat_core PRIVATE pat_options PUBLIC Threads::Threads)
-# The stages of pack/ are one unit for the compiler, so that small functions of one stage are inlined
-# into another: a plan is made in 3 to 5 % less time.
-file(GLOB pack_sources CONFIGURE_DEPENDS pack/*.cpp)
-set_source_files_properties(${pack_sources} PROPERTIES UNITY_GROUP pack)
-set_target_properties(pat_core PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
 
 # For its `omp simd`, which let sums be reordered; no library comes with it.
 set_source_files_properties(cpu/attend.cpp PROPERTIES COMPILE_OPTIONS -fopenmp-simd)
@@ -38,9 +33,8 @@ endfunction()
 
 if(PAT_CUDA)
   include(cuda/toolkit.cmake)
-  file(GLOB cuda_host_sources CONFIGURE_DEPENDS cuda/*.cpp)
   file(GLOB cuda_sources CONFIGURE_DEPENDS cuda/*.cu)
-  target_sources(pat_core PRIVATE ${cuda_host_sources} ${cuda_sources})
+  target_sources(pat_core PRIVATE ${cuda_sources})
   # sm_80 runs on GPUs of 8.x, sm_90a on 9.0 alone, sm_100 on 10.x and sm_120 on 12.x. The driver
   # compiles compute_100, which is PTX, for others of 10.0 and later. A wheel has all of them, in
   # twice the time.

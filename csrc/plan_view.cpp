@@ -2,6 +2,7 @@
 #include "plan_view.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "check.h"
 
@@ -108,6 +109,65 @@ void check_segments(const PlanView& plan, const Item& item, int index) {
                  " to ", end);
 }
 
+// Checks the shape of an item: that it has members, and tokens in the list for them.
+void check_item(const PlanView& plan, int index) {
+  const PlanHeader& header = *plan.header;
+  const Item& item = plan.items[index];
+  PAT_CHECK_ITEM(
+      item.num_queries > 0 && item.member_offset >= 0 && item.num_queries <= header.num_members &&
+          item.member_offset <= header.num_members - item.num_queries,
+      " has members ", item.member_offset, " + ", item.num_queries, " of ", header.num_members);
+  PAT_CHECK_ITEM(
+      item.order >= BranchOrder::kUnmaskedFirst && item.order <= BranchOrder::kCommonLast,
+      " is of order ", static_cast<int>(item.order));
+  PAT_CHECK_ITEM(item.row_tile >= 0, " has a row tile of ", item.row_tile);
+  check_segments(plan, item, index);
+  const int peer = plan.peer_of(index);
+  if (peer >= 0 && peer < index) check_pair(plan, index);
+  if (is_branch(item)) return check_branch(plan, item, index);
+  const bool is_tail = is_dynamic(plan.segments[plan.item_segments[index].first_segment]);
+  const bool is_single = item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts;
+  PAT_CHECK_ITEM((is_single || item.kind == ItemKind::kPack) &&
+                     (item.kind == ItemKind::kDrafts) == (is_tail && header.draft_tokens > 1),
+                 " is of kind ", static_cast<int>(item.kind), " with ", header.draft_tokens,
+                 " draft tokens");
+  if (!is_single) return;
+  const Member& member = plan.members[item.member_offset];
+  PAT_CHECK_ITEM(
+      item.num_queries == 1 && member.query == item.query && member.partial == item.partial, " of ",
+      item.num_queries, " queries is of query ", item.query, " and partial ", item.partial,
+      ", its member of ", member.query, " and ", member.partial);
+}
+
+// What the items have written so far.
+struct Written {
+  std::vector<int32_t> splits;  // [num_queries] items that a query is a member of
+  std::vector<char> partials;   // [num_partials] whether an item writes it
+};
+
+// Checks that an item's members are queries, and writes a split of each that no other has written.
+void check_members(const PlanView& plan, int index, Written& written) {
+  const Item& item = plan.items[index];
+  for (int m = item.member_offset; m < item.member_offset + item.num_queries; ++m) {
+    const auto [query, partial] = plan.members[m];
+    PAT_CHECK_ITEM(query >= 0 && query < plan.header->num_queries, " has query ", query, " of ",
+                   plan.header->num_queries);
+    const auto [offset, splits] = plan.queries[query];
+    if (splits == 1) {
+      PAT_CHECK(partial == kDirect, "damaged plan: query ", query, " has one split, item ", index,
+                " writes it to partial ", partial);
+    } else {
+      PAT_CHECK_ITEM(partial >= offset && partial - offset < splits && !written.partials[partial],
+                     " writes partial ", partial, " of query ", query, ", which owns ", offset,
+                     " + ", splits, ", each written once");
+      written.partials[partial] = 1;
+    }
+    ++written.splits[query];
+  }
+}
+
+#undef PAT_CHECK_ITEM
+
 }  // namespace
 
 PlanView view_plan(const void* plan, int64_t plan_bytes) {
@@ -162,7 +222,16 @@ PlanView view_plan(const void* plan, int64_t plan_bytes) {
   return view;
 }
 
-void check_splits(const PlanView& plan) {
+void check_heads(const PlanHeader& header, const char* whose, int num_q_heads, int num_kv_heads,
+                 int draft_tokens) {
+  PAT_CHECK(header.num_q_heads == num_q_heads && header.num_kv_heads == num_kv_heads,
+            "the plan is for ", header.num_q_heads, " query and ", header.num_kv_heads,
+            " KV heads, ", whose, " ", num_q_heads, " and ", num_kv_heads);
+  PAT_CHECK(header.draft_tokens == draft_tokens, "the plan is for ", header.draft_tokens,
+            " draft tokens a query, ", whose, " ", draft_tokens);
+}
+
+PlanReach check_parts(const PlanView& plan) {
   const PlanHeader& header = *plan.header;
   for (int q = 0; q < header.num_queries; ++q) {
     const auto [offset, splits] = plan.queries[q];
@@ -171,36 +240,24 @@ void check_splits(const PlanView& plan) {
         "damaged plan: query ", q, " has partials ", offset, " + ", splits, " of ",
         header.num_partials);
   }
+  Written written{std::vector<int32_t>(header.num_queries), std::vector<char>(header.num_partials)};
+  PlanReach reach;
+  for (int i = 0; i < header.num_items; ++i) {
+    check_item(plan, i);
+    check_members(plan, i, written);
+    plan.for_each_segment(i, [&](const Segment& s) {
+      const int64_t end = int64_t{s.kv_start} + (is_dynamic(s) ? 0 : s.kv_len);
+      reach.last_token = std::max(reach.last_token, end);
+    });
+    const int64_t rows = int64_t{plan.items[i].num_queries} * group_of(header);
+    reach.most_rows = std::max(reach.most_rows, rows);
+  }
+  for (int q = 0; q < header.num_queries; ++q) {
+    PAT_CHECK(written.splits[q] == plan.queries[q].num_splits, "damaged plan: query ", q,
+              " is a member of ", written.splits[q], " items and has ", plan.queries[q].num_splits,
+              " splits");
+  }
+  return reach;
 }
-
-void check_item_shape(const PlanView& plan, int index) {
-  const PlanHeader& header = *plan.header;
-  const Item& item = plan.items[index];
-  PAT_CHECK_ITEM(
-      item.num_queries > 0 && item.member_offset >= 0 && item.num_queries <= header.num_members &&
-          item.member_offset <= header.num_members - item.num_queries,
-      " has members ", item.member_offset, " + ", item.num_queries, " of ", header.num_members);
-  PAT_CHECK_ITEM(
-      item.order >= BranchOrder::kUnmaskedFirst && item.order <= BranchOrder::kCommonLast,
-      " is of order ", static_cast<int>(item.order));
-  check_segments(plan, item, index);
-  const int peer = plan.peer_of(index);
-  if (peer >= 0 && peer < index) check_pair(plan, index);
-  if (is_branch(item)) return check_branch(plan, item, index);
-  const bool is_tail = is_dynamic(plan.segments[plan.item_segments[index].first_segment]);
-  const bool is_single = item.kind == ItemKind::kSingle || item.kind == ItemKind::kDrafts;
-  PAT_CHECK_ITEM((is_single || item.kind == ItemKind::kPack) &&
-                     (item.kind == ItemKind::kDrafts) == (is_tail && header.draft_tokens > 1),
-                 " is of kind ", static_cast<int>(item.kind), " with ", header.draft_tokens,
-                 " draft tokens");
-  if (!is_single) return;
-  const Member& member = plan.members[item.member_offset];
-  PAT_CHECK_ITEM(
-      item.num_queries == 1 && member.query == item.query && member.partial == item.partial, " of ",
-      item.num_queries, " queries is of query ", item.query, " and partial ", item.partial,
-      ", its member of ", member.query, " and ", member.partial);
-}
-
-#undef PAT_CHECK_ITEM
 
 }  // namespace pat

@@ -30,26 +30,27 @@ struct PlanView {
     const auto [first, count] = item_segments[index];
     for (int32_t i = first; i < first + count; ++i) visit(segments[i]);
   }
+};
 
-  // Tokens that item `index` reads of sequences of `seq_lens` tokens ([queries]).
-  int64_t item_tokens(int32_t index, const int64_t* seq_lens) const {
-    int64_t tokens = 0;
-    for_each_segment(index, [&](const Segment& s) {
-      tokens += is_dynamic(s) ? seq_lens[s.query] - s.kv_start : s.kv_len;
-    });
-    return tokens;
-  }
+// What an executor's buffers must hold for a plan.
+struct PlanReach {
+  int64_t last_token = 0;  // where the last of the tokens ends that items read of any sequence,
+                           // tails at their least
+  int64_t most_rows = 0;   // the most packed rows of an item
 };
 
 // The parts of a plan in host memory. Throws std::invalid_argument with the values if the buffer is
-// too short or its header damaged. The two functions below check what the parts hold.
+// too short or its header damaged.
 PlanView view_plan(const void* plan, int64_t plan_bytes);
 
-// Throws std::invalid_argument unless each query's partial slots exist.
-void check_splits(const PlanView& plan);
+// Throws std::invalid_argument if a plan is for other heads or draft tokens. `whose`: such as "the
+// arguments have".
+void check_heads(const PlanHeader& header, const char* whose, int num_q_heads, int num_kv_heads,
+                 int draft_tokens);
 
-// Throws std::invalid_argument unless an item's members, queries and tokens are possible ones. Does
-// not check the members themselves, nor the lengths of sequences.
-void check_item_shape(const PlanView& plan, int index);
+// Reads all parts. Throws std::invalid_argument with the values unless each item's members and
+// tokens are possible ones and each split of each query is written once. The lengths of sequences
+// are not known here.
+PlanReach check_parts(const PlanView& plan);
 
 }  // namespace pat

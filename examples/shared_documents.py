@@ -18,8 +18,7 @@ from saved import arguments, first_line, savings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
-    ROOT / name
-    for name in ("README.md", "LICENSE", "csrc/pack/packs.cpp", "sglang_pat/srt/radix.py")
+    ROOT / name for name in ("README.md", "LICENSE", "csrc/pack/packs.h", "sglang_pat/srt/radix.py")
 ]
 SYSTEM = """\
 You answer questions about one document, for readers who do not have it at hand. Use only what the

@@ -44,16 +44,14 @@ def buffer_shapes(
     # Every item that is no branch has one segment.
     items, segments = room["max_items"], room["max_segments"] + room["max_items"]
     plan_bytes = _C.plan_bytes(items, partials + queries, queries, segments)
-    queue_ints = _C.cuda_queue_ints() if hasattr(_C, "cuda_queue_ints") else 0
-    first_unit_bytes = _C.cuda_first_unit_bytes() if hasattr(_C, "cuda_first_unit_bytes") else 0
     return {
         "plan": ((plan_bytes,), torch.uint8),
         "list": ((list_tokens,), torch.int32),
         "row_masks": ((room["max_branch_tokens"],), torch.int16),
         "partials": ((partials, num_rows, v_head_dim), partial_dtype),
         "partial_lse": ((partials, num_rows), torch.float32),
-        "queue": ((queue_ints,), torch.int32),
-        "first_units": ((first_unit_bytes,), torch.uint8),
+        "queue": ((_C.CUDA_QUEUE_INTS,), torch.int32),
+        "first_units": ((_C.CUDA_FIRST_UNIT_BYTES,), torch.uint8),
     }
 
 
@@ -107,7 +105,7 @@ def list_tokens_for(pool_tokens: int, max_queries: int) -> int:
     """Tokens of the list that the plans of a K/V pool of ``pool_tokens`` need as a rule.
 
     A plan lists each token of the batch once, and tails with the room that they may grow into, a
-    quarter or 128 tokens (csrc/pack/costs.h). It lists more, and the list then grows, where
+    quarter or 128 tokens (csrc/pack/target.h). It lists more, and the list then grows, where
     children take over their parent's tokens, and where sharing is not known.
     """
     return max(1, min(_MOST_LIST_TOKENS, pool_tokens * 5 // 4 + 128 * max_queries))

@@ -367,9 +367,11 @@ def check_cuda(
         v_head_dim=v_head_dim,
         k_stride_slot=k_cache.stride(0),
         v_stride_slot=v_cache.stride(0),
+        scale=factors["scale"],
+        logit_cap=factors["logit_cap"],
+        kv_dtype=factors["kv_dtype"],
         draft_tokens=draft_tokens,
         dtype=DTYPES[q.dtype],
-        **factors,
     )
 
 

@@ -52,7 +52,7 @@ class Planner(_C.Planner):
     ``last_tree`` or a query's tail reads the tokens of the pack above it with its own;
     ``piece_tokens``, likewise: of its pieces, at most 512.
 
-    ``costs``: what the judge charges, values of ``_C.COST_NAMES`` (csrc/pack/costs.h); to be set.
+    ``costs``: what the judge charges, values of ``_C.COST_NAMES`` (csrc/pack/target.h); to be set.
     """
 
     def __init__(self, target: Target) -> None:

@@ -33,7 +33,7 @@ class Target:
     ``items_per_sm`` items side by side, 1 or 2, or one wide one, and reads K/V ``sm_speedup`` times
     as fast as by its share of ``bytes_per_s`` if it has the memory to itself. ``reread_weight`` in
     (0, 1] is what reading hot K/V again costs relative to the first read. ``hopper``: whether the
-    judge takes what items cost on a Hopper (csrc/pack/costs.h) or computes it from the rates. The
+    judge takes what items cost on a Hopper (csrc/pack/target.h) or computes it from the rates. The
     ``max_*`` are the executor's buffers: cuts that would exceed them are not weighed, and if none
     is left the plan is made without any split, then without packs, and says so in
     ``Plan.degraded``.

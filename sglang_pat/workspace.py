@@ -120,13 +120,9 @@ class Workspace:
                 for name in ("plan", "row_masks", "partials", "partial_lse", "queue", "first_units")
             },
             partial_bytes=self.partials.element_size(),
-            num_q_heads=target.num_q_heads,
-            num_kv_heads=target.num_kv_heads,
-            head_dim=target.head_dim,
             launch=LAUNCHES[launch],
-            draft_tokens=target.draft_tokens,
             draft_masks=0 if self._draft_masks is None else self._draft_masks.data_ptr(),
-            v_head_dim=target.v_head_dim,
+            target=target.native,
         )
         with torch.cuda.device(self.device):
             self._staging = _C.PlanStaging(self._buffers["plan"].nbytes, _STAGINGS)
@@ -213,19 +209,13 @@ class Workspace:
         """
         if plan is self.plan:
             return False
-        target = self.target
         _C.check_plan_cuda(
             plan=plan.data_ptr,
             plan_bytes=plan.nbytes,
+            target=self.target.native,
             max_bytes=self._buffers["plan"].nbytes,
-            max_queries=target.max_queries,
-            max_partials=target.max_partials,
             max_context=self.max_context,
-            max_branch_tokens=target.max_branch_tokens,
             max_list_tokens=max(self.list_tokens, plan.list_tokens),
-            num_q_heads=target.num_q_heads,
-            num_kv_heads=target.num_kv_heads,
-            draft_tokens=target.draft_tokens,
             # The planner's plans are sound; what else is given as a plan may be anything.
             made=None
             if self._check or not isinstance(plan, Plan)

@@ -4,7 +4,7 @@
 
 The first takes some ten minutes, and goes on where FILE ends. The second takes about as long, on
 the same GPU or, for an H200's times, on none. It prints the values for ``Costs`` in
-csrc/pack/costs.h, and how long the chosen plans take beside the best, before and after.
+csrc/pack/target.h, and how long the chosen plans take beside the best, before and after.
 """
 
 from __future__ import annotations

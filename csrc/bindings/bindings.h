@@ -11,7 +11,6 @@
 namespace pat {
 
 void bind_pack(pybind11::module_& m);
-void bind_cpu(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);  // only where the CUDA kernels are built
 
 // (address, stride of dim 0, stride of dim 1), strides in elements.

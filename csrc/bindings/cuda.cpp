@@ -6,8 +6,11 @@
 #include <optional>
 
 #include "bindings/bindings.h"
-#include "cuda/decode.h"
+#include "check.h"
+#include "cuda/params.h"
 #include "cuda/staging.h"
+#include "pack/target.h"
+#include "plan_view.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -21,9 +24,8 @@ using Table = std::array<int64_t, 3>;
 using Vector = std::array<int64_t, 2>;
 
 Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t partial_lse,
-                     int64_t queue, int64_t first_units, int partial_bytes, int num_q_heads,
-                     int num_kv_heads, int head_dim, int launch, int draft_tokens,
-                     int64_t draft_masks, int v_head_dim) {
+                     int64_t queue, int64_t first_units, int partial_bytes, int launch,
+                     int64_t draft_masks, const Target& target) {
   return {
       .plan = pointer<PlanHeader>(plan),
       .row_masks = pointer<uint16_t>(row_masks),
@@ -33,12 +35,12 @@ Buffers make_buffers(int64_t plan, int64_t row_masks, int64_t partials, int64_t 
       .queue = pointer<int32_t>(queue),
       .first_units = pointer<FirstUnit>(first_units),
       .partial_bytes = partial_bytes,
-      .num_q_heads = num_q_heads,
-      .num_kv_heads = num_kv_heads,
-      .head_dim = head_dim,
-      .draft_tokens = draft_tokens,
+      .num_q_heads = target.num_q_heads,
+      .num_kv_heads = target.num_kv_heads,
+      .head_dim = target.head_dim,
+      .draft_tokens = target.draft_tokens,
       .launch = static_cast<Launch>(launch),
-      .v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim,
+      .v_head_dim = target.v_head_dim,
   };
 }
 
@@ -47,7 +49,7 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
             float scale, float logit_cap, int64_t stream, int kv_dtype, float k_scale,
             float v_scale, int64_t sinks, int sink_dtype, const Tensor3& q_rope) {
   constexpr int64_t kBytes = 2;  // of an element; Python's strides are in elements
-  const auto kv_type = static_cast<KVType>(kv_dtype);
+  const auto kv_type = static_cast<KVDType>(kv_dtype);
   const int64_t kv = kv_bytes(kv_type);
   DecodeParams params{};
   static_cast<Buffers&>(params) = buffers;
@@ -64,10 +66,10 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
   params.out_stride_row = kBytes * out[1];
   params.out_stride_head = kBytes * out[2];
   params.lse = pointer<float>(lse);
-  params.sinks = {pointer<const void>(sinks), static_cast<SinkType>(sink_dtype),
-                  buffers.num_q_heads, divisor_magic(buffers.num_q_heads)};
+  params.sinks = {pointer<const void>(sinks), static_cast<DType>(sink_dtype), buffers.num_q_heads,
+                  divisor_magic(buffers.num_q_heads)};
   params.num_rows = num_rows;
-  params.type = static_cast<CudaType>(dtype);
+  params.type = static_cast<DType>(dtype);
   params.scale = scale;
   params.logit_cap = logit_cap;
   params.kv_type = kv_type;
@@ -82,22 +84,19 @@ void decode(const Buffers& buffers, const Tensor3& q, const Tensor3& k_cache,
 
 void check_arguments(int num_q_heads, int num_kv_heads, int head_dim, int64_t k_stride_slot,
                      int64_t v_stride_slot, float scale, float logit_cap, int kv_dtype,
-                     float k_scale, float v_scale, int draft_tokens, int v_head_dim, int dtype) {
+                     int draft_tokens, int v_head_dim, int dtype) {
   DecodeParams args{};
   args.v_head_dim = v_head_dim > 0 ? v_head_dim : head_dim;
-  args.type = static_cast<CudaType>(dtype);
+  args.type = static_cast<DType>(dtype);
   args.draft_tokens = draft_tokens;
   args.out_stride_row = 16 * num_q_heads;  // of a contiguous out of 8 columns
   args.out_stride_head = 16;
-  args.kv_type = static_cast<KVType>(kv_dtype);
-  args.k_scale = k_scale;
-  args.v_scale = v_scale;
+  args.kv_type = static_cast<KVDType>(kv_dtype);
   args.k_stride_slot = kv_bytes(args.kv_type) * k_stride_slot;
   args.v_stride_slot = kv_bytes(args.kv_type) * v_stride_slot;
   args.num_q_heads = num_q_heads;
   args.num_kv_heads = num_kv_heads;
   args.head_dim = head_dim;
-  args.partial_bytes = 4;  // as a Workspace has it, or 2
   args.scale = scale;
   args.logit_cap = logit_cap;
   check_decode(args);
@@ -134,63 +133,46 @@ void read_draft_masks(int64_t cells, int64_t num_cells, const Vector& seq_lens, 
   draft_masks_cuda(args, pointer<void>(stream));
 }
 
-void check_plan(int64_t plan, int64_t plan_bytes, int64_t max_bytes, int max_queries,
-                int max_partials, int max_context, int max_branch_tokens, int max_list_tokens,
-                int num_q_heads, int num_kv_heads, int draft_tokens,
+// `made`: (last_token, most_rows) of a Plan of this process, which is taken to be sound.
+void check_plan(int64_t plan, int64_t plan_bytes, const Target& target, int64_t max_bytes,
+                int max_context, int max_list_tokens,
                 const std::optional<std::array<int64_t, 2>>& made) {
-  const PlanRoom room{max_bytes,       max_queries, max_partials, max_context, max_branch_tokens,
-                      max_list_tokens, num_q_heads, num_kv_heads, draft_tokens};
-  const auto* bytes = pointer<const void>(plan);
-  if (made) {
-    check_made_plan_fits(bytes, plan_bytes, (*made)[0], (*made)[1], room);
-  } else {
-    check_plan_fits(bytes, plan_bytes, room);
-  }
+  const PlanView view = view_plan(pointer<const void>(plan), plan_bytes);
+  const PlanHeader& h = *view.header;
+  check_heads(h, "the workspace for", target.num_q_heads, target.num_kv_heads, target.draft_tokens);
+  PAT_CHECK(plan_bytes <= max_bytes && h.num_queries <= target.max_queries &&
+                h.num_partials <= target.max_partials &&
+                h.branch_tokens <= target.max_branch_tokens && h.list_tokens <= max_list_tokens,
+            "a plan of ", plan_bytes, " bytes, ", h.num_queries, " queries, ", h.num_partials,
+            " partials and ", h.list_tokens, " tokens, ", h.branch_tokens,
+            " of them of branches, does not fit a workspace for ", max_bytes, " bytes, ",
+            target.max_queries, " queries, ", target.max_partials, " partials and ",
+            max_list_tokens, " tokens, ", target.max_branch_tokens,
+            " of them of branches: make the workspace for a target of larger max_queries, "
+            "max_items, max_partials, max_segments and max_branch_tokens");
+  const PlanReach reach = made ? PlanReach{(*made)[0], (*made)[1]} : check_parts(view);
+  PAT_CHECK(reach.last_token <= max_context, "an item reads up to token ", reach.last_token,
+            ", the workspace is for contexts of ", max_context,
+            " tokens: make it for a larger max_context");
+  // Beyond this many the kernels' division by the rows of a query is not exact.
+  const int64_t most_rows = 65536 / group_of(h);
+  PAT_CHECK(reach.most_rows <= most_rows, "an item has ", reach.most_rows, " packed rows, at most ",
+            most_rows, " fit: give the target smaller row_tiles");
 }
 
-py::dict probe(int device) {
-  ProbeResult r;
-  {
-    py::gil_scoped_release release;  // the first CUDA call may take seconds
-    r = cuda_probe(device);
-  }
-  return py::dict("ok"_a = r.ok, "device"_a = r.device, "arch"_a = r.arch,
-                  "kernel_arch"_a = r.kernel_arch, "driver_version"_a = r.driver_version,
-                  "error"_a = r.error);
-}
+}  // namespace
 
-void bind_probe(py::module_& m) {
-  m.def("cuda_queue_ints", [] { return kQueueInts; }, "Length of the queue of CudaBuffers.");
-  m.def(
-      "cuda_first_unit_bytes", [] { return kFirstUnitBytes; },
-      "Bytes of the first_units of CudaBuffers.");
-  m.def("cuda_min_shared_bytes", &min_shared_bytes, "head_dim"_a,
-        "Bytes of shared memory that a block of the forward needs at least. Raises ValueError for\n"
-        "a head dim that has no kernel.");
-  m.def("cuda_probe", &probe, "device"_a = 0,
-        "Run a tiny kernel of this module on a CUDA device.\n\n"
-        "Returns a dict: ok, device, arch (10 * major + minor), kernel_arch (what the kernel was\n"
-        "compiled for), driver_version (0 without a driver), error (\"\" if ok). Never raises.");
-}
-
-void bind_buffers(py::module_& m) {
+void bind_cuda(py::module_& m) {
+  m.def("cuda_min_shared_bytes", &min_shared_bytes, "head_dim"_a);
+  m.def("cuda_probe", &cuda_probe, "device"_a, py::call_guard<py::gil_scoped_release>());
   py::class_<Buffers>(m, "CudaBuffers",
                       "Addresses of a workspace's device memory, and the heads it is for: see\n"
                       "Buffers in params.h. Who made it keeps the memory.")
       .def(py::init(&make_buffers), py::kw_only(), "plan"_a, "row_masks"_a, "partials"_a,
-           "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "num_q_heads"_a,
-           "num_kv_heads"_a, "head_dim"_a, "launch"_a, "draft_tokens"_a = 1, "draft_masks"_a = 0,
-           "v_head_dim"_a = 0);
-}
-
-void bind_staging(py::module_& m) {
-  m.def(
-      "check_plan_cuda", &check_plan, "plan"_a, "plan_bytes"_a, "max_bytes"_a, "max_queries"_a,
-      "max_partials"_a, "max_context"_a, "max_branch_tokens"_a, "max_list_tokens"_a,
-      "num_q_heads"_a, "num_kv_heads"_a, "draft_tokens"_a = 1, "made"_a = py::none(),
-      "Raises ValueError, saying what was given and what fits, unless the plan at a host address\n"
-      "is sound and fits these capacities. Kernels trust a plan that passed. `made`: (last_token,\n"
-      "most_rows) of a Plan of this process, which is taken to be sound.");
+           "partial_lse"_a, "queue"_a, "first_units"_a, "partial_bytes"_a, "launch"_a,
+           "draft_masks"_a, "target"_a);
+  m.def("check_plan_cuda", &check_plan, "plan"_a, "plan_bytes"_a, "target"_a, "max_bytes"_a,
+        "max_context"_a, "max_list_tokens"_a, "made"_a);
   py::class_<PlanStaging>(m, "PlanStaging", "A ring of pinned buffers on the current device.")
       .def(py::init<size_t, int>(), "bytes"_a, "count"_a)
       .def(
@@ -201,29 +183,20 @@ void bind_staging(py::module_& m) {
                       pointer<int32_t>(list), pointer<void>(stream));
           },
           "plan"_a, "bytes"_a, "device"_a, "list"_a, "stream"_a,
-          py::call_guard<py::gil_scoped_release>(),
-          "Copies a plan from a host to a device address in stream order; `list`: the device "
-          "address\n"
-          "of its list. Raises ValueError for one that is too large and in a capture, "
-          "RuntimeError\n"
-          "with CUDA's error.");
-}
-
-void bind_launches(py::module_& m) {
+          py::call_guard<py::gil_scoped_release>());
   m.def("snapshot_cuda", &snapshot, "buffers"_a, py::kw_only(), "req_to_token"_a, "rows"_a,
         "seq_lens"_a, "num_rows"_a, "stream"_a,
-        R"(Fills the list of a workspace's plan on a stream, see decode.h.
+        R"(Fills the list of a workspace's plan on a stream, see params.h.
 
 req_to_token: (address, row stride, tokens of a row) of int32.
 rows, seq_lens: (address, bytes of an element: 4 or 8).)");
   m.def("read_draft_masks_cuda", &read_draft_masks, py::kw_only(), "cells"_a, "num_cells"_a,
         "seq_lens"_a, "num_rows"_a, "draft_tokens"_a, "masks"_a, "stream"_a,
-        "Writes the masks of draft trees on a stream, see DraftMaskArgs in decode.h. seq_lens:\n"
+        "Writes the masks of draft trees on a stream, see DraftMaskArgs in params.h. seq_lens:\n"
         "(address, bytes of an element: 4 or 8), of address 0 where rows have no cells for them.");
   m.def("check_decode_cuda", &check_arguments, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a,
         "k_stride_slot"_a, "v_stride_slot"_a, "scale"_a, "logit_cap"_a, "kv_dtype"_a = 0,
-        "k_scale"_a = 1.0f, "v_scale"_a = 1.0f, "draft_tokens"_a = 1, "v_head_dim"_a = 0,
-        "dtype"_a = 1,
+        "draft_tokens"_a = 1, "v_head_dim"_a = 0, "dtype"_a = 1,
         "Raises the ValueError that decode_cuda would raise for these; needs no device.");
   m.def("decode_cuda", &decode, "buffers"_a, py::kw_only(), "q"_a, "k_cache"_a, "v_cache"_a,
         "out"_a, "lse"_a, "num_rows"_a, "dtype"_a, "scale"_a, "logit_cap"_a, "stream"_a,
@@ -233,15 +206,6 @@ rows, seq_lens: (address, bytes of an element: 4 or 8).)");
 
 q, k_cache, v_cache, out, q_rope: (address, stride 0, stride 1), strides in elements.
 Raises ValueError for what the kernels do not have, RuntimeError with CUDA's error.)");
-}
-
-}  // namespace
-
-void bind_cuda(py::module_& m) {
-  bind_probe(m);
-  bind_buffers(m);
-  bind_staging(m);
-  bind_launches(m);
 }
 
 }  // namespace pat

@@ -4,22 +4,18 @@
 #include <pybind11/stl.h>
 
 #include <array>
-#include <cstring>
+#include <bit>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "check.h"
-#include "cuda/tiles.h"
-#include "pack/costs.h"
 #include "pack/cut.h"
 #include "pack/schedule.h"
 #include "srt/handles.h"
-#include "srt/python_objects.h"
 #include "srt/radix_paths.h"
 
 namespace py = pybind11;
@@ -56,10 +52,10 @@ void read_paths(const py::object& queries, Paths& out) {
   }
 }
 
-// Tree builder and scheduler of one target, with their working memory.
+// The scheduler of one target, with its working memory and the paths of the last plan.
 class Planner {
  public:
-  explicit Planner(const Target& target) : draft_tokens_(target.draft_tokens), scheduler_(target) {}
+  explicit Planner(const Target& target) : scheduler_(target) {}
 
   // infos: per query a sequence of (node id, start, end), or None.
   Plan plan(const py::sequence& infos, const Int64Array& seq_lens) {
@@ -69,7 +65,7 @@ class Planner {
     PAT_CHECK(count == seq_lens.size(), "paths of ", count, " queries and ", seq_lens.size(),
               " sequence lengths: need one of each per query");
     read_paths(queries, paths_);
-    return make(seq_lens);
+    return scheduler_.schedule(paths_, seq_lens.data());
   }
 
   // handles: of the requests, as HandleReader gives them; leaf: see RadixPaths.
@@ -81,7 +77,7 @@ class Planner {
     };
     paths.read(reinterpret_cast<const Handle*>(bytes.data()), bytes.size() / sizeof(Handle),
                static_cast<size_t>(seq_lens.size()), leaf_of, paths_);
-    return make(seq_lens);
+    return scheduler_.schedule(paths_, seq_lens.data());
   }
 
   // Of each query, what the last plan was made from: (node id, start, end), from the root on.
@@ -97,63 +93,38 @@ class Planner {
   }
 
   // What the judge charges: values of kCostNames.
-  std::vector<double> costs() const {
-    std::vector<double> values(kCostNames.size());
-    std::memcpy(values.data(), &scheduler_.costs(), sizeof(Costs));
-    return values;
-  }
-  void set_costs(const std::vector<double>& values) {
-    PAT_CHECK(values.size() == kCostNames.size(), values.size(), " costs, need ",
-              kCostNames.size());
-    Costs costs;
-    std::memcpy(static_cast<void*>(&costs), values.data(), sizeof(Costs));
-    scheduler_.set_costs(costs);
-  }
+  using CostValues = std::array<double, kCostNames.size()>;
+  CostValues costs() const { return std::bit_cast<CostValues>(scheduler_.costs()); }
+  void set_costs(const CostValues& values) { scheduler_.set_costs(std::bit_cast<Costs>(values)); }
 
   // Of the last plan: parent (-1: none), start, end and queries of each node, parents first, and
   // the deepest node of each query.
   py::tuple last_tree() const {
-    PAT_CHECK(tree_ != nullptr, "there is no last plan, or it has raised: plan a batch first");
+    const PackTree* tree = scheduler_.tree();
+    PAT_CHECK(tree != nullptr, "there is no last plan, or it has raised: plan a batch first");
     std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>> nodes;
-    for (const PackNode& node : tree_->nodes) {
+    for (const PackNode& node : tree->nodes) {
       nodes.emplace_back(node.parent, node.start, node.end, node.num_queries);
     }
-    return py::make_tuple(nodes, tree_->query_node);
+    return py::make_tuple(nodes, tree->query_node);
   }
 
   // The last plan's batch as the caller wants it, see Scheduler::schedule().
   Plan plan_packs(const Int64Array& seq_lens, const std::vector<uint8_t>& takes_over,
                   const std::vector<int32_t>& piece_tokens) {
-    PAT_CHECK(tree_ != nullptr && seq_lens.size() == paths_.num_queries(), seq_lens.size(),
-              " sequence lengths do not belong to the last plan");
-    build(seq_lens);
-    const size_t packs = tree_->nodes.size() + tree_->query_node.size();
-    PAT_CHECK(takes_over.size() == packs && piece_tokens.size() == packs, takes_over.size(),
-              " and ", piece_tokens.size(), " values for ", packs, " nodes and queries");
-    return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(seq_lens.size()),
-                               takes_over.data(), piece_tokens.data());
+    PAT_CHECK(scheduler_.tree() != nullptr && seq_lens.size() == paths_.num_queries(),
+              seq_lens.size(), " sequence lengths do not belong to the last plan");
+    return scheduler_.schedule(paths_, seq_lens.data(), takes_over, piece_tokens);
   }
 
   // The paths of the last plan, which must not have thrown, with other lengths.
   Plan plan_again(const Int64Array& seq_lens) {
     PAT_CHECK(seq_lens.size() == paths_.num_queries(), seq_lens.size(),
               " sequence lengths for the paths of ", paths_.num_queries(), " queries");
-    return make(seq_lens);
+    return scheduler_.schedule(paths_, seq_lens.data());
   }
 
  private:
-  void build(const Int64Array& seq_lens) {
-    tree_ = nullptr;  // if the batch is refused
-    tree_ = &builder_.build(paths_, seq_lens.data(), draft_tokens_);
-  }
-  Plan make(const Int64Array& seq_lens) {
-    build(seq_lens);
-    return scheduler_.schedule(*tree_, seq_lens.data(), static_cast<int32_t>(seq_lens.size()));
-  }
-
-  const int32_t draft_tokens_;
-  TreeBuilder builder_;
-  const PackTree* tree_ = nullptr;  // the builder's, of the last plan
   Scheduler scheduler_;
   Paths paths_;
 };
@@ -201,43 +172,35 @@ void bind_target(py::module_& m) {
       .def_readwrite("by_paper", &Target::by_paper);
 }
 
-struct Count {
-  const char* name;
-  int32_t PlanHeader::* field;
-  const char* doc;
-};
-constexpr Count kCounts[] = {
-    {"num_queries", &PlanHeader::num_queries, "Queries of the batch."},
-    {"num_items", &PlanHeader::num_items, "Items."},
-    {"num_shared_items", &PlanHeader::num_shared_items,
-     "Items with tokens that several queries share."},
-    {"num_wide_items", &PlanHeader::num_wide_items,
-     "Items of more than 64 packed rows: the first of items."},
-    {"num_heavy_items", &PlanHeader::num_heavy_items,
-     "Items of more than 16 packed rows, and branches: those after the wide ones."},
-    {"num_paired_items", &PlanHeader::num_paired_items,
-     "Branches that the halves of an SM run two by two: the first of the heavy items."},
-    {"joint", &PlanHeader::joint,
-     "1 if both halves of an SM work on each item, which all are heavy."},
-    {"num_segments", &PlanHeader::num_segments,
-     "Segments: those of the branches, then those of the other items."},
-    {"branch_tokens", &PlanHeader::branch_tokens,
-     "Tokens that the branches take in the list, which begins with them."},
-    {"list_tokens", &PlanHeader::list_tokens,
-     "Tokens of the list: the slots that all items read, with the room that tails may grow into."},
-    {"num_members", &PlanHeader::num_members, "Members of all items."},
-    {"num_partials", &PlanHeader::num_partials, "Partial results that the merge reads."},
-    {"num_q_heads", &PlanHeader::num_q_heads, "Query heads that the plan is for."},
-    {"num_kv_heads", &PlanHeader::num_kv_heads, "KV heads that the plan is for."},
-    {"draft_tokens", &PlanHeader::draft_tokens,
-     "Draft tokens of a query: 1 in a plan for a decode step."},
-};
+using H = PlanHeader;
 
 void bind_plan_counts(py::class_<Plan>& plan) {
-  for (const Count& count : kCounts) {
-    plan.def_property_readonly(
-        count.name, [field = count.field](const Plan& p) { return p.header().*field; }, count.doc);
-  }
+  const auto count = [&](const char* name, int32_t H::* field, const char* doc) {
+    plan.def_property_readonly(name, [field](const Plan& p) { return p.header().*field; }, doc);
+  };
+  count("num_queries", &H::num_queries, "Queries of the batch.");
+  count("num_items", &H::num_items, "Items.");
+  count("num_shared_items", &H::num_shared_items, "Items with tokens that several queries share.");
+  count("num_wide_items", &H::num_wide_items,
+        "Items of more than 64 packed rows: the first of items.");
+  count("num_heavy_items", &H::num_heavy_items,
+        "Items of more than 16 packed rows, and branches: those after the wide ones.");
+  count("num_paired_items", &H::num_paired_items,
+        "Branches that the halves of an SM run two by two: the first of the heavy items.");
+  count("joint", &H::joint, "1 if both halves of an SM work on each item, which all are heavy.");
+  count("num_segments", &H::num_segments,
+        "Segments: those of the branches, then those of the other items.");
+  count("branch_tokens", &H::branch_tokens,
+        "Tokens that the branches take in the list, which begins with them.");
+  count(
+      "list_tokens", &H::list_tokens,
+      "Tokens of the list: the slots that all items read, with the room that tails may grow into.");
+  count("num_members", &H::num_members, "Members of all items.");
+  count("num_partials", &H::num_partials, "Partial results that the merge reads.");
+  count("num_q_heads", &H::num_q_heads, "Query heads that the plan is for.");
+  count("num_kv_heads", &H::num_kv_heads, "KV heads that the plan is for.");
+  count("draft_tokens", &H::draft_tokens,
+        "Draft tokens of a query: 1 in a plan for a decode step.");
   plan.def_property_readonly(
           "nbytes", [](const Plan& p) { return p.blob.size(); }, "Bytes of the plan's buffer.")
       .def_property_readonly(
@@ -256,8 +219,8 @@ void bind_plan_counts(py::class_<Plan>& plan) {
 }
 
 template <typename T>
-void bind_array(py::class_<Plan>& plan, const char* name, int32_t PlanHeader::* offset,
-                int32_t PlanHeader::* count, const char* doc) {
+void bind_array(py::class_<Plan>& plan, const char* name, int32_t H::* offset, int32_t H::* count,
+                const char* doc) {
   const auto array = [offset, count](const py::object& self) {
     const auto& p = self.cast<const Plan&>();
     return array_of(self, reinterpret_cast<const T*>(p.blob.data() + p.header().*offset),
@@ -274,7 +237,6 @@ void bind_plan_arrays(py::class_<Plan>& plan) {
   PYBIND11_NUMPY_DTYPE(Member, query, partial);
   PYBIND11_NUMPY_DTYPE(QuerySplits, partial_offset, num_splits);
   PYBIND11_NUMPY_DTYPE(Segment, query, kv_start, kv_len, room, first_member, num_queries);
-  using H = PlanHeader;
   bind_array<Item>(plan, "items", &H::items_offset, &H::num_items,
                    "[num_items] what an executor runs at once, in this order.");
   bind_array<ItemSegments>(plan, "item_segments", &H::item_segments_offset, &H::num_items,
@@ -345,8 +307,7 @@ void bind_planner(py::module_& m) {
       .def_readonly("num_missing", &RadixPaths::num_missing)
       .def_readonly("num_uncached", &RadixPaths::num_uncached)
       .def_readonly("num_unread", &RadixPaths::num_unread)
-      .def_readonly("num_too_long", &RadixPaths::num_too_long)
-      .def_property_readonly("num_nodes", &RadixPaths::num_nodes, "Nodes that are kept.");
+      .def_readonly("num_too_long", &RadixPaths::num_too_long);
   py::class_<Planner>(m, "Planner")
       .def(py::init<const Target&>(), "target"_a)
       .def("plan", &Planner::plan, "infos"_a, "seq_lens"_a)
@@ -354,7 +315,7 @@ void bind_planner(py::module_& m) {
            "leaf"_a)
       .def("last_paths", &Planner::last_paths)
       .def_property("costs", &Planner::costs, &Planner::set_costs,
-                    "What the judge charges: values of COST_NAMES, see costs.h.")
+                    "What the judge charges: values of COST_NAMES, see target.h.")
       .def("last_tree", &Planner::last_tree)
       .def("plan_packs", &Planner::plan_packs, "seq_lens"_a, "takes_over"_a, "piece_tokens"_a)
       .def("plan_again", &Planner::plan_again, "seq_lens"_a);
@@ -366,7 +327,7 @@ void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
   bind_planner(m);
-  m.attr("CUDA_TILE_TOKENS") = kTileTokens;
+  m.attr("CUDA_TILE_TOKENS") = kBranchAlign;
   py::list cuts;
   for (const Cut& cut : kCuts) cuts.append(cut.name);
   m.attr("CUTS") = py::tuple(cuts);

@@ -5,19 +5,86 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <vector>
 
 #include "check.h"
-#include "cpu/attend.h"
 
 namespace pat {
 namespace {
+
+constexpr int kMaxHeadDim = 576;
+constexpr int kMaxHeads = 4096;
+
+void check_head_dim(const char* name, int dim) {
+  PAT_CHECK(dim >= 8 && dim <= kMaxHeadDim && dim % 8 == 0, name, " is ", dim,
+            ", must be a multiple of 8 up to ", kMaxHeadDim);
+}
+
+// What sglang_pat/ops.py leaves: it has looked at pointers, dtypes, shapes and K/V scales.
+void check_args(const DecodeArgs& args) {
+  PAT_CHECK(
+      args.num_kv_heads > 0 && args.num_q_heads > 0 && args.num_q_heads % args.num_kv_heads == 0,
+      args.num_q_heads, " query heads do not divide into ", args.num_kv_heads, " KV heads");
+  PAT_CHECK(args.num_q_heads <= kMaxHeads, args.num_q_heads, " query heads, at most ", kMaxHeads);
+  check_head_dim("head_dim", args.head_dim);
+  check_head_dim("v_head_dim", args.v_head_dim);
+  PAT_CHECK(std::isfinite(args.scale), "scale is ", args.scale, ", must be finite");
+  PAT_CHECK(args.logit_cap >= 0.0f && std::isfinite(args.logit_cap), "logit_cap is ",
+            args.logit_cap, ", must be finite and 0 (off) or more");
+  for (int i = 0; i < args.num_queries; ++i) {
+    PAT_CHECK(args.rows[i] >= 0 && args.rows[i] < args.table_rows, "query ", i, ": row ",
+              args.rows[i], " is outside of req_to_token with ", args.table_rows, " rows");
+    PAT_CHECK(args.seq_lens[i] >= 0 && args.seq_lens[i] <= args.table_width, "query ", i,
+              ": length ", args.seq_lens[i], " is outside of req_to_token with ", args.table_width,
+              " tokens a row");
+  }
+}
+
+// Checks that the items, whose parts are sound, give each query all of its tokens. Of draft tokens
+// only the first may stand before a dynamic segment: all of the query's attend to it.
+void check_tokens(const PlanView& plan, const DecodeArgs& args) {
+  std::vector<int64_t> seen(args.num_queries);  // tokens that the items have given
+  const int64_t masked = args.draft_tokens - 1;
+  for (int i = 0; i < plan.header->num_items; ++i) {
+    plan.for_each_segment(i, [&](const Segment& s) {
+      const int64_t length = args.seq_lens[s.query];
+      const int64_t tokens = is_dynamic(s) ? length - s.kv_start : s.kv_len;
+      PAT_CHECK(is_dynamic(s) ? tokens >= masked : s.kv_start + tokens <= length - masked, "item ",
+                i, " reads tokens ", s.kv_start, " + ", s.kv_len, " of query ", s.query,
+                ", whose length is ", length, ": the plan was made for other lengths");
+      PAT_CHECK(tokens <= s.room, "item ", i, " has room for ", s.room, " tokens of query ",
+                s.query, ", which has ", tokens, " from ", s.kv_start,
+                " on: the plan was made for other lengths");
+      const Member* members = plan.members + plan.items[i].member_offset + s.first_member;
+      for (int m = 0; m < s.num_queries; ++m) seen[members[m].query] += tokens;
+    });
+  }
+  for (int q = 0; q < args.num_queries; ++q) {
+    PAT_CHECK(seen[q] == args.seq_lens[q], "the plan covers ", seen[q], " tokens of query ", q,
+              ", whose length is ", args.seq_lens[q],
+              ": it was made for other lengths, make a new one");
+  }
+}
+
+// Reads all of a plan and checks that it is sound and was made for the arguments. Returns the most
+// packed rows of an item.
+int64_t check_plan(const PlanView& plan, const DecodeArgs& args) {
+  check_heads(*plan.header, "the arguments have", args.num_q_heads, args.num_kv_heads,
+              args.draft_tokens);
+  PAT_CHECK(plan.header->num_queries == args.num_queries, "the plan is for ",
+            plan.header->num_queries, " queries, the arguments have ", args.num_queries);
+  const PlanReach reach = check_parts(plan);
+  check_tokens(plan, args);
+  return reach.most_rows;
+}
 
 // So that no two threads' memory shares a cache line.
 struct alignas(64) Line {
@@ -89,7 +156,9 @@ class Executor {
  public:
   void decode(const void* blob, int64_t blob_bytes, const DecodeArgs& args) {
     std::lock_guard lock(mutex_);
-    const CheckedPlan plan = check_plan(blob, blob_bytes, args);
+    check_args(args);
+    const PlanView plan = view_plan(blob, blob_bytes);
+    const int64_t most_rows = check_plan(plan, args);
     const size_t partial_rows =
         size_t(plan.header->num_partials) * args.draft_tokens * args.num_q_heads;
     const auto partials = memory_of(partial_rows * args.v_head_dim);  // of fp32, or smaller
@@ -108,9 +177,8 @@ class Executor {
     write_empty_queries(job);
 
     const int64_t work_units = int64_t{plan.header->num_items} * args.num_kv_heads;
-    const int threads = num_threads(args, plan, work_units);
-    const int64_t lines =
-        (scratch_floats(args, int64_t{plan.max_item_queries} * job.group) + 15) / 16;
+    const int threads = num_threads(args, work_units);
+    const int64_t lines = (scratch_floats(args, most_rows) + 15) / 16;
     const auto scratch = memory_of(threads * lines * 16);
     std::atomic<int64_t> next{0};
     std::atomic<int> failed{-1};
@@ -135,10 +203,12 @@ class Executor {
 
  private:
   // Waking a thread costs some microseconds, so each gets arithmetic that takes at least as long.
-  static int num_threads(const DecodeArgs& args, const CheckedPlan& plan, int64_t work_units) {
+  static int num_threads(const DecodeArgs& args, int64_t work_units) {
     constexpr int64_t kMultiplyAddsPerThread = 250'000;
-    const int64_t work = plan.query_tokens * args.draft_tokens * args.num_q_heads *
-                         (args.head_dim + args.v_head_dim);
+    const int64_t tokens =
+        std::accumulate(args.seq_lens, args.seq_lens + args.num_queries, int64_t{0});
+    const int64_t work =
+        tokens * args.draft_tokens * args.num_q_heads * (args.head_dim + args.v_head_dim);
     const int64_t useful = std::min<int64_t>(work_units, 1 + work / kMultiplyAddsPerThread);
     return static_cast<int>(std::clamp<int64_t>(useful, 1, args.num_threads));
   }
@@ -164,8 +234,8 @@ class Executor {
     for (int64_t row = 0; row < int64_t{args.num_queries} * args.draft_tokens; ++row) {
       if (job.plan.queries[row / args.draft_tokens].num_splits > 0) continue;
       for (int head = 0; head < args.num_q_heads; ++head) {
-        char* out = static_cast<char*>(args.out) +
-                    (row * args.out_stride_row + head * args.out_stride_head) * bytes;
+        char* out = static_cast<char*>(args.out.data) +
+                    (row * args.out.stride_row + head * args.out.stride_head) * bytes;
         std::memset(out, 0, size_t(args.v_head_dim) * bytes);
         if (args.lse) {
           args.lse[row * args.num_q_heads + head] = lse(complete(args, head, empty_state()));

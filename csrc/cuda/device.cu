@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/decode.h"
 #include "cuda/error.h"
+#include "cuda/params.h"
 
 namespace pat {
 namespace {
@@ -22,16 +22,15 @@ __global__ void probe_kernel(int* out /* [2]: sum of the lane ids, __CUDA_ARCH__
 }
 
 // Runs the probe kernel on the current device. `out`: null; memory that the caller frees.
-void run_probe(ProbeResult& result, int*& out) {
+void run_probe(int*& out) {
   int host[2] = {};
-  result.arch = current_device().arch;
   check(cudaMalloc(&out, sizeof(host)), "cudaMalloc");
   probe_kernel<<<1, kProbeThreads>>>(out);
   check(cudaGetLastError(), "launch of the probe kernel");
   check(cudaMemcpy(host, out, sizeof(host), cudaMemcpyDeviceToHost), "the probe kernel");
-  result.kernel_arch = host[1];
-  result.ok = host[0] == kProbeThreads * (kProbeThreads - 1) / 2;
-  if (!result.ok) result.error = "the probe kernel summed to " + std::to_string(host[0]);
+  if (host[0] != kProbeThreads * (kProbeThreads - 1) / 2) {
+    throw std::runtime_error("the probe kernel summed to " + std::to_string(host[0]));
+  }
 }
 
 }  // namespace
@@ -50,25 +49,19 @@ Device::Device(int id) {
   arch = 10 * major + minor;
 }
 
-ProbeResult cuda_probe(int device) {
-  ProbeResult result{};
-  result.device = device;
-  cudaDriverGetVersion(&result.driver_version);
-  if (result.driver_version == 0) {  // the runtime would call it "insufficient"
-    result.error = "no CUDA driver (libcuda.so.1) on this machine";
-    return result;
-  }
+std::string cuda_probe(int device) {
   int previous = -1, *out = nullptr;
+  std::string error;
   try {
     check(cudaGetDevice(&previous), "cudaGetDevice");
     check(cudaSetDevice(device), "cudaSetDevice");
-    run_probe(result, out);
-  } catch (const std::runtime_error& error) {
-    result.error = error.what();
+    run_probe(out);
+  } catch (const std::runtime_error& failed) {
+    error = failed.what();
   }
   if (out != nullptr) cudaFree(out);
   if (previous >= 0) cudaSetDevice(previous);
-  return result;
+  return error;
 }
 
 }  // namespace pat

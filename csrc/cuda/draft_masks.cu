@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernel that reads the masks of draft trees, once a step: one CTA a query.
-#include "cuda/decode.h"
 #include "cuda/error.h"
+#include "cuda/params.h"
 #include "cuda/ptx.cuh"
 
 namespace pat {

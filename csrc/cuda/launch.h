@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "check.h"
-#include "cuda/decode.h"
+#include "cuda/params.h"
 
 namespace pat {
 
@@ -30,7 +30,7 @@ void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int nu
 // The forward of a head dim; with kFp8 K and V are float8_e4m3fn. `shares_sm`: with CTAs of half an
 // SM, so that two run on one, those of other launches too.
 template <int kHeadDim, bool kFp8>
-void launch_forward(const ForwardParams&, CudaType, bool shares_sm, cudaStream_t);
+void launch_forward(const ForwardParams&, DType, bool shares_sm, cudaStream_t);
 
 // Whether the forward of such a launch begins with first units that were written down.
 bool has_first_units(Launch launch);

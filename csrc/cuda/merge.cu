@@ -146,7 +146,7 @@ void launch_as(const DecodeParams& params, bool overlap, cudaStream_t stream) {
 }  // namespace
 
 void launch_merge(const DecodeParams& params, bool overlap, cudaStream_t stream) {
-  auto* launch = params.type == CudaType::kBF16 ? launch_as<__nv_bfloat16> : launch_as<__half>;
+  auto* launch = params.type == DType::kBF16 ? launch_as<__nv_bfloat16> : launch_as<__half>;
   launch(params, overlap, stream);
 }
 

@@ -1,23 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parameters of the CUDA executor: what a caller gives to decode_cuda and snapshot_cuda, and
-// what the forward kernel gets of it.
+// Decode attention of a plan on a CUDA device, snapshot of the slots, forward and merge: what a
+// caller gives, and what the forward kernel gets of it.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
+#include "dtypes.h"
 #include "plan.h"
 
 namespace pat {
 
 struct FirstUnit;  // cuda/forward/pipeline.cuh
 
-enum class CudaType : int { kBF16 = 1, kF16 = 2 };
-
-// Elements of the K/V cache: of q's type, or float8_e4m3fn, whose values k_scale and v_scale
-// multiply.
-enum class KVType : int { kSame = 0, kE4M3 = 1 };
-
-inline constexpr int kv_bytes(KVType type) { return type == KVType::kE4M3 ? 1 : 2; }
+inline constexpr int kv_bytes(KVDType type) { return type == KVDType::kE4M3 ? 1 : 2; }
 
 // For divisions in the kernels: value / divisor == value * magic >> 32 for values below
 // 2^32 / divisor, and 0 stands for a divisor of 1.
@@ -27,10 +23,9 @@ constexpr uint32_t divisor_magic(uint32_t divisor) {
 
 // Attention sinks: a logit of each query head, see with_sink(). The dtype is not q's, because
 // SGLang has them in bf16 or fp32.
-enum class SinkType : int { kF32 = 0, kBF16 = 1, kF16 = 2 };
 struct Sinks {
   const void* values;  // [heads], or null: none
-  SinkType type;
+  DType type;
   int32_t heads;
   uint32_t heads_magic;  // divisor_magic(heads)
 };
@@ -63,8 +58,8 @@ struct Buffers {
 };
 
 // What a layer's decode works on: filled by the caller. Each kernel gets what it reads of it. All
-// strides are in bytes. Tensors are of CudaType, K and V of KVType, and their last dimension is
-// contiguous.
+// strides are in bytes. Tensors are of `type`, bf16 or fp16, K and V of `kv_type`, and their last
+// dimension is contiguous.
 struct DecodeParams : Buffers {
   const char* q;  // [num_rows * draft_tokens, num_q_heads, head_dim]; of MLA v_head_dim columns
   int64_t q_stride_row, q_stride_head;
@@ -77,10 +72,10 @@ struct DecodeParams : Buffers {
   float* lse;  // [num_rows * draft_tokens, num_q_heads] base 2, or null
   Sinks sinks;
   int32_t num_rows;  // of the batch, with those that pad it; rows without a query get zeros
-  CudaType type;
+  DType type;
   float scale;
   float logit_cap;  // 0: none; else logits are cap * tanh(logit / cap)
-  KVType kv_type;
+  KVDType kv_type;
   float k_scale, v_scale;  // 1 unless kE4M3
   // Of MLA, else null: [num_rows * draft_tokens, num_q_heads, head_dim - v_head_dim], the last
   // columns of q. `v` is `k` then.
@@ -103,6 +98,52 @@ struct SnapshotArgs : Buffers {
   int32_t rows_bytes, seq_lens_bytes;
   int32_t num_rows;  // of the batch
 };
+
+// Functions that take a stream only launch kernels on it. They neither allocate nor synchronise, so
+// a CUDA graph can capture them; it then serves every plan that fits the buffers. They throw
+// std::runtime_error with the error of a launch, and std::invalid_argument for what the kernels do
+// not support.
+
+// Bytes of shared memory that a CTA of the forward needs at least. Throws std::invalid_argument
+// for a head dim that has no kernel.
+int min_shared_bytes(int head_dim);
+
+// Throws std::invalid_argument for what the kernels do not support. Looks only at sizes, strides
+// and numbers, so it needs no device.
+void check_decode(const DecodeParams& params);
+
+// Forward of all items, then the merge of queries with several splits.
+void decode_cuda(const DecodeParams& params, void* stream);
+
+// Copies the slots of every token that the plan's items read into the list whose address the plan's
+// header has, and writes each item's number of tokens into the plan. A tail gets at most its room.
+// Then writes down what each half of the forward's CTAs begins with. Called once per step.
+void snapshot_cuda(const SnapshotArgs& args, void* stream);
+
+// Masks of draft tokens that are a tree: from a byte a cell, as serving engines write them, to the
+// 64 bits a draft token that the forward reads.
+struct DraftMaskArgs {
+  // One query after the other, a row for each of its draft tokens, which has a cell for each of
+  // these: not 0 where the row's token attends to it.
+  const uint8_t* cells;
+  int64_t num_cells;
+  // Tokens of each query without the draft tokens. Null: rows have cells for draft tokens only.
+  // Else a row begins with as many cells as its query has tokens here.
+  const void* seq_lens;
+  int32_t seq_lens_bytes;  // of an element, 4 or 8
+  int32_t num_rows;        // queries, with those that pad the batch
+  int32_t draft_tokens;    // 1 to 64
+  uint64_t* masks;         // [num_rows, draft_tokens]
+};
+
+// Writes all masks on `stream`, with one launch. Bits of cells beyond `num_cells` are 0. Throws
+// std::runtime_error with the error of the launch.
+void draft_masks_cuda(const DraftMaskArgs& args, void* stream);
+
+// Why no kernel of ours runs on `device`: "" if one did, which it waits for, else the step that
+// failed and CUDA's reason. Never throws: a machine without a GPU or driver is an answer, not an
+// error. Leaves the calling thread's current device as it was.
+std::string cuda_probe(int device);
 
 // The forward kernel's parameters: what it needs of the caller's, and what launch.cu makes of them.
 // It gets no others, because small batches take 0.2 us longer with all of DecodeParams

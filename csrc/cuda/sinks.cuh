@@ -14,12 +14,11 @@ namespace pat {
 __device__ __forceinline__ float sink_of(const Sinks& sinks, int head) {
   const int at = head - sinks.heads * divide(head, sinks.heads_magic);
   // Selected, not branched to, which takes less code (see join_sinks()).
-  const uint32_t bits = sinks.type == SinkType::kF32
-                            ? static_cast<const uint32_t*>(sinks.values)[at]
-                            : static_cast<const uint16_t*>(sinks.values)[at];
+  const uint32_t bits = sinks.type == DType::kF32 ? static_cast<const uint32_t*>(sinks.values)[at]
+                                                  : static_cast<const uint16_t*>(sinks.values)[at];
   const float half = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
-  const float other = __uint_as_float(sinks.type == SinkType::kBF16 ? bits << 16 : bits);
-  return sinks.type == SinkType::kF16 ? half : other;
+  const float other = __uint_as_float(sinks.type == DType::kBF16 ? bits << 16 : bits);
+  return sinks.type == DType::kF16 ? half : other;
 }
 
 }  // namespace pat

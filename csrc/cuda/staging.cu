@@ -8,7 +8,7 @@
 
 namespace pat {
 
-PlanStaging::PlanStaging(size_t bytes, int count) : bytes_(bytes), buffers_(count) {
+PlanStaging::PlanStaging(size_t bytes, int count) : buffers_(count) {
   free_retired();
   try {
     for (Buffer& buffer : buffers_) {
@@ -46,9 +46,6 @@ void PlanStaging::free_retired() noexcept {
 
 void PlanStaging::copy(const void* plan, size_t bytes, void* device, int32_t* list, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
-  PAT_CHECK(bytes >= sizeof(PlanHeader) && bytes <= bytes_, "a plan of ", bytes,
-            " bytes, must have at least ", sizeof(PlanHeader), " and the staging buffers have ",
-            bytes_);
   cudaStreamCaptureStatus status{};
   check(cudaStreamIsCapturing(s, &status), "state of the stream that a plan is copied on");
   PAT_CHECK(status == cudaStreamCaptureStatusNone,

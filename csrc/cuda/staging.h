@@ -21,10 +21,10 @@ class PlanStaging {
   PlanStaging(const PlanStaging&) = delete;
   PlanStaging& operator=(const PlanStaging&) = delete;
 
-  // Copies `bytes` of a plan to `device` in stream order, with `list` as the device address of its
-  // list; the plan may go when this returns. Waits only for the copy of `count` calls ago. Throws
-  // std::invalid_argument for a plan shorter than its header or larger than the buffers, and while
-  // the stream is captured: the graph would replay the plan of the capture.
+  // Copies a plan, of no more bytes than a buffer, to `device` in stream order, with `list` as the
+  // device address of its list; the plan may go when this returns. Waits only for the copy of
+  // `count` calls ago. Throws std::invalid_argument while the stream is captured: the graph would
+  // replay the plan of the capture.
   void copy(const void* plan, size_t bytes, void* device, int32_t* list, void* stream);
 
  private:
@@ -37,7 +37,6 @@ class PlanStaging {
   static void free_retired() noexcept;
   void retire() noexcept { retired().splice(retired().end(), buffers_); }
 
-  size_t bytes_;
   std::list<Buffer> buffers_;  // the one that was used last is the last
 };
 

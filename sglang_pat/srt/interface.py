@@ -111,7 +111,7 @@ def interface_mismatches() -> list[str]:
             lacks.append(f"there is no sglang.srt.{path}")
         elif missing := set(needed) - found:
             lacks.append(f"{path.rpartition('.')[2]} has no {', '.join(sorted(missing))}")
-    # csrc/srt/node_source.cpp reads the elements of the Rust tree core's paths by position.
+    # csrc/srt/radix_paths.h reads the elements of the Rust tree core's paths by position.
     elements = ("node_id", "parent_id", "path_start", "path_end")
     begins = TreePathNodeInfo.__struct_fields__[: len(elements)]
     if begins != elements:

@@ -46,7 +46,7 @@ from sglang_pat.target import Target
 logger = logging.getLogger("sglang_pat")
 
 # Bounds further apart are not used: a plan made for the least lengths holds for at least 128 tokens
-# more (csrc/pack/costs.h), of which the steps to come are to have some.
+# more (csrc/pack/target.h), of which the steps to come are to have some.
 MAX_SLACK = 96
 
 

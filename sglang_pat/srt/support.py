@@ -578,10 +578,12 @@ def reason_against_gpu() -> str:
     """Why our kernels do not run on the current CUDA device, or "": one of them is tried."""
     if not hasattr(_C, "cuda_probe"):
         return _NO_KERNELS
-    found = _C.cuda_probe(torch.cuda.current_device())
-    if found["ok"]:
+    device = torch.cuda.current_device()
+    error = _C.cuda_probe(device)
+    if not error:
         return ""
-    return _cannot_run(f"GPU {found['device']} of {found['arch'] / 10:.1f} ({found['error']})")
+    major, minor = torch.cuda.get_device_capability(device)
+    return _cannot_run(f"GPU {device} of {major}.{minor} ({error})")
 
 
 def reason_against_capability(capability: tuple[int, int], name: str) -> str:

@@ -318,7 +318,7 @@ def test_costs_are_found_from_times(
     truth = [3 * before[0], *before[1:]]
     assert found.regret(truth) == pytest.approx(1.0)
     assert found.loss(found.improved(list(before))) < found.loss(before)
-    with pytest.raises(ValueError, match="2 costs, need"):
+    with pytest.raises(TypeError, match="FixedSize"):
         fit.Planner(PatOptions().target(trees[0], Heads(32, 8))).costs = [1.0, 2.0]
     assert fit.main(["costs", str(file)]) == 0
     printed = capsys.readouterr().out.splitlines()

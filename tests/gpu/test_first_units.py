@@ -105,7 +105,7 @@ def test_the_forward_begins_with_them(field: str, name: str) -> None:
     inputs, plan, workspace = bed_of(name)
     right, _ = attend(inputs, plan, workspace=workspace)
     raw = workspace._buffers["first_units"]
-    assert raw.nbytes == _C.cuda_first_unit_bytes() and raw.nbytes % (2 * UNIT.itemsize) == 0
+    assert raw.nbytes == _C.CUDA_FIRST_UNIT_BYTES and raw.nbytes % (2 * UNIT.itemsize) == 0
     changed = raw.cpu()
     units = changed.numpy().view(UNIT)
     if field == "slots":

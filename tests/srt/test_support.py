@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H200 that runs our kernels, and a platform on which SGLang itself refuses no dtype, as it
     does on a CPU."""
     monkeypatch.setattr(_C, "CUDA_CODE", ("sm_80", "sm_90a"))
-    monkeypatch.setattr(_C, "cuda_probe", lambda _: {"ok": True}, raising=False)
+    monkeypatch.setattr(_C, "cuda_probe", lambda _: "", raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(kv_cache_dtype, "current_platform", SRTPlatform())

@@ -32,16 +32,15 @@ void launch_forward_as(ForwardParams params, bool shares_sm, cudaStream_t stream
 }
 
 template <int kHeadDim, bool kFp8>
-void launch_forward(const ForwardParams& params, CudaType type, bool shares_sm,
-                    cudaStream_t stream) {
-  if (type == CudaType::kBF16) {
+void launch_forward(const ForwardParams& params, DType type, bool shares_sm, cudaStream_t stream) {
+  if (type == DType::kBF16) {
     launch_forward_as<__nv_bfloat16, kFp8, kHeadDim>(params, shares_sm, stream);
   } else {
     launch_forward_as<__half, kFp8, kHeadDim>(params, shares_sm, stream);
   }
 }
 
-template void launch_forward<PAT_HEAD_DIM, PAT_FP8>(const ForwardParams&, CudaType, bool,
+template void launch_forward<PAT_HEAD_DIM, PAT_FP8>(const ForwardParams&, DType, bool,
                                                     cudaStream_t);
 
 }  // namespace pat

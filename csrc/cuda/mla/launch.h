@@ -5,7 +5,7 @@
 
 #include <cuda_runtime.h>
 
-#include "cuda/decode.h"
+#include "cuda/params.h"
 
 namespace pat::mla {
 
