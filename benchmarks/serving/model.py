@@ -9,23 +9,28 @@ from typing import Any
 
 from sglang_pat.demo.model import save_tokenizer
 
-# The public numbers, but for Llama's 8,192 positions: its shape serves longer prompts here. Those
-# that transformers has for a model type by itself may be left out.
+# The public numbers on which speed depends, but for Llama's 8,192 positions: its shape serves
+# longer prompts here. Those that transformers has for a model type by itself are left out.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": 4096,
         "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "head_dim": 128,
         "vocab_size": 128256,
         "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "eos_token_id": 128001,
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "eos_token_id": 151645,
     },
     # Attention sinks, and windows of 128 tokens in every second layer.
     "gpt-oss-20b": {
@@ -52,17 +57,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 27,
         "num_attention_heads": 16,
         "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
         "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1408,
         "moe_layer_freq": 1,
         "n_group": 1,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
         "num_experts_per_tok": 6,
         "scoring_func": "softmax",
         "topk_group": 1,

@@ -39,7 +39,7 @@ stand_in() {
   echo 'fused_norm_rope_attn_rope_cast = None' >"$site/flash_mla/__init__.py"
   echo 'class FlashMLASchedMeta: ...' >"$site/flash_mla/flash_mla_interface.py"
 }
-drafts() { stand_in; tests "$@"; } # SECONDS ARGUMENT... of pytest
+with_drafts() { stand_in; tests "$@"; } # SECONDS ARGUMENT... of pytest
 # SGLang's client imports Hugging Face's datasets, which the kit lacks, and does not call it here.
 without_datasets() {
   python3 -c 'import datasets' 2>/dev/null || echo 'load_dataset = None' >"$site/datasets.py"
@@ -48,6 +48,10 @@ bench() { # SECONDS ARGUMENT...: the serving benchmark, which ends in time by it
   without_datasets
   limited "$1" python3 -m benchmarks.serving --runs 3 "${@:2}" \
     --folder "$work/$step" --json "$out/$step.json" --budget-s $((${LIMIT:-$1} - 25))
+}
+rows() { # SECONDS ARGUMENT... of the kernel benchmark, beside its peers
+  limited "$1" python3 -m benchmarks.kernel "${@:2}" \
+    --json "$out/$step.json" --budget-s $((${LIMIT:-$1} - 15))
 }
 run() {
   case $1 in
@@ -70,12 +74,29 @@ run() {
     more) tests 400 $at/test_features.py ;;
     fp8) tests 400 $at/test_pairs.py -k 'fp8_e4m3 or scaled4' ;;
     sleep) tests 240 $at/test_sleep.py ;;
-    spec) drafts 480 $at/test_speculation.py -k 'not mtp and not latents8' ;;
-    mtp) drafts 300 $at/test_speculation.py -k mtp ;;
+    spec) with_drafts 480 $at/test_speculation.py -k 'not mtp and not latents8' ;;
+    mtp) with_drafts 300 $at/test_speculation.py -k mtp ;;
     hybrids) tests 560 $at/test_pairs.py -k "${HYBRIDS:-qwen3_next or qwen3_5 or falcon_h1}" ;;
     latents) tests 400 $at/test_pairs.py -k deepseek ;;
-    latentdrafts) drafts 400 $at/test_speculation.py -k latents8 ;;
-    ranks) drafts 400 $at/test_pairs.py $at/test_speculation.py -k 'tp2 or dp2' ;;
+    latentdrafts) with_drafts 400 $at/test_speculation.py -k latents8 ;;
+    ranks) with_drafts 400 $at/test_pairs.py $at/test_speculation.py -k 'tp2 or dp2' ;;
+    kernel) rows 200 ;;
+    ragged) rows 400 --ragged --heads 32/8 64/8 16/2 8/1 28/4 ;;
+    e4m3) rows 200 --kv-dtype fp8_e4m3 --heads 32/8 64/8 ;;
+    sinks) rows 150 --sinks --heads 64/8/64 32/4/64 8/1/64 ;;
+    drafts) rows 200 --draft-tokens 4,8 ;;
+    dim256) rows 150 --heads 16/2/256 32/8/256 ;;
+    long) rows 150 --trees 1,{64,256,512}_32768,128 1,10_4096,416 --heads 32/8 64/8 8/1 ;;
+    cold) rows 100 --cold-code --heads 32/8 8/1 16/2 64/8 \
+      --trees {1_8192,2_2000,4_2000,2_8000} 1,4_2000,64 1,2_8000,64 1,8_6000,128 1,64_8192,128 64_1024 ;;
+    latent_rows) for more in '' --ragged; do
+        limited 300 python3 -m benchmarks.kernel.latents --peers $more \
+          | tee -a "$out/$step.jsonl" || return
+      done ;;
+    papers) limited 200 python3 -m benchmarks.papers | tee "$out/$step.txt" ;;
+    host) limited 120 python3 -m benchmarks.host.step | tee "$out/$step.jsonl" ;;
+    llama) bench 580 --stream-interval 8 --model "${MODEL:-llama3-8b}" \
+      --loads 8192x{1,128} 4096x64 '8*2048x16' 0x{64,256} 1024+512x256 ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
       --loads ${MLA_LOADS:-8192x128 4096x64 0x64 32768x128} --max-requests 128 ;;
