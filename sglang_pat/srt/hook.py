@@ -58,6 +58,7 @@ def batches_of(runner: Any) -> Mailbox | CarriedRequests:
     it; "" if no scheduler made it.
     """
     if carries_requests():
+        logger.debug("sglang_pat: takes the requests of a step from SGLang's forward batch")
         return CarriedRequests()
     mailbox = getattr(runner, _ATTRIBUTE, None) or Mailbox()
     setattr(runner, _ATTRIBUTE, mailbox)

@@ -16,7 +16,7 @@ from kit.pieces import Piece, shared
 from kit.plans import HandPlan
 
 from benchmarks.common.forests import Tree
-from sglang_pat.ops import INPUTS, decode
+from sglang_pat.ops import decode
 from sglang_pat.planner import Plan
 from sglang_pat.planner import plan as make_plan
 from sglang_pat.workspace import Workspace
@@ -34,7 +34,8 @@ def planned(inputs: Case) -> Plan:
 
 
 def arguments_of(inputs: Case) -> dict[str, Any]:
-    given = dict(zip(INPUTS, inputs.inputs, strict=True))
+    names = ("q", "k_cache", "v_cache", "req_to_token", "rows", "seq_lens")
+    given = dict(zip(names, inputs.inputs, strict=True))
     return given | {"plan": planned(inputs), "scale": inputs.scale}
 
 
