@@ -217,6 +217,9 @@ def reasons_of(table: tuple[Row, ...], server: Server) -> list[Reason]:
     ]
 
 
+_NATIVE_NVFP4 = "uses_minimax_m3_nvfp4_native_stack"
+
+
 def _sglang(path: str) -> Any:
     """What SGLang has at ``sglang.srt.{path}``, imported when it is asked for."""
     return resolve_name(f"sglang.srt.{path}")
@@ -471,9 +474,9 @@ IDLE = (
     Row(
         lambda s: (
             _sglang("configs.model_config.is_minimax_sparse")(s.model.hf_config)
-            and _sglang("configs.model_config.uses_minimax_m3_nvfp4_native_stack")(
-                s.model.quantization
-            )
+            # 0.5.22 has no such stack.
+            and (native := getattr(_sglang("configs.model_config"), _NATIVE_NVFP4, None))
+            and native(s.model.quantization)
         ),
         "SGLang runs the model's NVFP4 sparse attention on a backend of its own",
     ),

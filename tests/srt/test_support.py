@@ -24,6 +24,7 @@ from kit.runner import (
     model_config,
     server_args,
 )
+from sglang.srt.configs import model_config as sglang_models
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache import kv_cache_dtype
 from sglang.srt.platforms.interface import SRTPlatform
@@ -236,7 +237,8 @@ SPLIT_DRAFTS = NGRAM | {
         ({}, {}, {"is_generation": False}, "embedding or reward", "nothing is lost"),
         ({}, {}, {"attention_arch": AttentionArch.SSM}, "no attention", "drop"),
         ({}, {}, {"hf_config": QSA}, "(QSA)", "another --attention-backend"),
-        ({}, {}, MINIMAX, "NVFP4 sparse", "another --attention-backend"),
+        *[({}, {}, MINIMAX, "NVFP4 sparse", "another --attention-backend")]
+        * hasattr(sglang_models, "uses_minimax_m3_nvfp4_native_stack"),
         (SPLIT, {}, {}, "decode runs on fa3", "set --decode-attention-backend pat"),
         ({"attention_backend": "triton", "prefill_attention_backend": "pat"}, {}, {},
          "decode runs on triton", "set --decode-attention-backend pat"),
