@@ -79,6 +79,16 @@ def test_a_request_that_changes_makes_a_new_plan(bed: StepBed, what: str) -> Non
     assert second.kv_tokens_read(0) - first.kv_tokens_read(0) == TOOL * (what == "protected")
 
 
+def test_a_settled_batch_of_other_padding_is_planned_anew_and_still_shares(bed: StepBed) -> None:
+    """Data parallel attention without graphs pads to the ranks' most requests, in each step."""
+    bed.settle()
+    bed.lens = torch.cat([bed.lens, torch.zeros(3, dtype=torch.int64)])
+    padded = bed.plan()
+    assert padded.num_queries == QUERIES + 3 and shared_tokens(padded) == SHARED
+    bed.lens = bed.lens[:QUERIES]
+    assert shared_tokens(bed.plan()) == SHARED and not bed.stats.fallbacks
+
+
 # What cannot be read or planned costs the sharing, not the server.
 
 
