@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ways to cut a pack tree into items. Each gives a plan; the judge says which takes the least
-// time (schedule.h). A way more is a row of kCuts.
+// time (schedule.h). A way more is a row of kCuts, and a field of Cut for what no row can say.
 #pragma once
 
 #include <algorithm>
