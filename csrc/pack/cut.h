@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ways to cut a pack tree into items. Each gives a plan; the judge says which takes the least
-// time (schedule.h). A way more is a row of kCuts, and a field of Cut for what no row can say.
+// time (schedule.h). To add one, add a row to kCuts, and a field to Cut if no row can say it.
 #pragma once
 
 #include <algorithm>

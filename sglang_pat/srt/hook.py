@@ -45,8 +45,9 @@ class LiveBatch:
     reqs: list[Any]
     tree_cache: Any
     rows: torch.Tensor  # [>= len(reqs)] int64, CPU: the row of req_to_token of each query
-    others: int = 0  # forwards of other kinds that came before, of the same model runner, or ...
-    # ... a counter of SGLang's: while it and the rows are the same, so is where requests stand.
+    others: int = 0  # forwards of other kinds that this model runner ran before
+    # ``others`` is SGLang's own counter instead: while it and the rows stay, requests have not
+    # moved in the tree.
     exact: bool = False
 
 
@@ -139,7 +140,7 @@ def after_init_new(
 
 
 # All whose ``reset()`` is called when the K/V pool's memory has come back. A process has one
-# scheduler, whose sleep is of all that the process holds.
+# scheduler: when that sleeps, all that the process holds does.
 sleepers: WeakSet[Any] = WeakSet()
 
 
