@@ -16,10 +16,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.document import conditions, write
 from benchmarks.common.forests import PAPER_TREES, Forest, all_forests
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
@@ -239,14 +241,16 @@ def table(rows: Sequence[dict[str, Any]], key: str) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
-    how = "query and KV heads (default: 32/8)"
-    parser.add_argument("--heads", default="32/8", metavar="Q/KV", help=how)
-    heads = Heads.parse(parser.parse_args(arguments).heads)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and conditions")
+    file, heads = parser.parse_args(arguments).json, Heads(32, 8)
     on_gpu = torch.cuda.is_available()
     clock = Clock(50.0) if on_gpu else None
-    print(torch.cuda.get_device_name() if on_gpu else "no GPU, plans for an H200", flush=True)
+    device = torch.cuda.get_device_name() if on_gpu else "no GPU, plans for an H200"
+    print(device, flush=True)
     batches = [*PAPER_TREES, *all_forests()]
     rows = [row for batch in batches for row in measure(batch, heads, clock)]
+    document = conditions("papers", "benchmarks.papers", device, {"heads": str(heads)})
+    write(document | {"rows": rows}, file)
     for key in ("over_ours",) if on_gpu else ("items", "read", "partials"):
         print("\n".join(table(rows, key)))
     wrong = [row for row in rows if not row.get("error", 0.0) <= MAX_DIFFERENCE]

@@ -191,10 +191,6 @@ constexpr int32_t group_of(const PlanHeader& header) {
   return header.draft_tokens * (header.num_q_heads / header.num_kv_heads);
 }
 
-// The last tokens of a tail to which only some of the query's draft tokens attend: all draft tokens
-// but the first. A dynamic segment never holds fewer tokens.
-constexpr int32_t masked_tokens(const PlanHeader& header) { return header.draft_tokens - 1; }
-
 // Bytes of a plan of so many items, members, queries and segments.
 constexpr int64_t plan_bytes(int64_t items, int64_t members, int64_t queries, int64_t segments) {
   return static_cast<int64_t>(sizeof(PlanHeader)) +

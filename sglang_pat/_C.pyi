@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 BRANCH: int
 WIDE_ROWS: int
+LEAST_HEADROOM: int
 HEAVY_ROWS: int
 BRANCH_ROWS: int
 CUDA_MAX_GROUP: int

@@ -54,7 +54,12 @@ class Dump:
                 f"({', '.join(sorted(other))}): name one with --target"
             )
         lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-        return Target(**(given | lists))
+        try:
+            return Target(**(given | lists))
+        except TypeError as error:
+            raise ValueError(
+                f"the dump's target is damaged ({error}): name one with --target"
+            ) from None
 
 
 def read_dump(file: Path) -> Dump:

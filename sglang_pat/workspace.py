@@ -198,7 +198,8 @@ class Workspace:
     def load(self, plan: Plan, *, list_on_host: bool = False) -> bool:
         """Make ``plan`` the one that ``snapshot`` and ``decode`` run, from here on in the current
         stream: one copy to the device, none for the plan that is loaded already. Returns whether
-        it copied. Not while a graph is captured, where the plan of the capture would be replayed.
+        it copied: then outputs are wrong until ``snapshot`` has run. Not while a graph is captured,
+        where the plan of the capture would be replayed.
 
         ``list_on_host``: this plan's list is in pinned memory of the host, where kernels read it
         all the same, but slower: for a GPU without memory for it.

@@ -50,6 +50,13 @@ def read(path: Path, kinds: Collection[str]) -> Document:
     raise ValueError(f"{path} is no document of {' or '.join(kinds)} that --json wrote")
 
 
+def add_row(found: Document, row: dict[str, Any], path: Path | None) -> None:
+    """One more row, printed as a line of JSON; ``path``: where the document is written anew."""
+    print(json.dumps(row), flush=True)
+    found["rows"].append(row)
+    write(found, path)
+
+
 def write(found: Document, path: Path | None) -> None:
     """Replace the file at once, so that whoever ends this process leaves a whole one."""
     if path:

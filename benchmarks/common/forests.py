@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 20 synthetic decode batches of PAT's section 8.2, and random batches whose requests differ:
-prefix forests, long beside short, samples of one prompt, and few long requests.
+prefix forests, long beside short, samples of one prompt, questions on documents, conversations of
+many turns, and few long requests.
 
 A random batch is named FAMILY-SEED; ``GENERATOR``, the family and the seed decide all of it. The
 numbers below were fixed before the seeds were drawn; whoever changes one gives ``GENERATOR``
@@ -16,7 +17,7 @@ from itertools import accumulate, count, pairwise
 
 from sglang_pat.dump import PathNodes
 
-GENERATOR = "ragged-1"
+GENERATOR = "ragged-2"
 SEEDS = range(5)
 
 
@@ -137,12 +138,8 @@ def zipf(rng: random.Random, scale: int) -> int:
     return max(1, scale * rank // 16)
 
 
-def bucketed(rng: random.Random, scale: int) -> int:
-    return rng.choice((scale // 4, scale // 2, scale, 2 * scale))
-
-
 LENGTHS: dict[str, Callable[[random.Random, int], int]] = {
-    each.__name__: each for each in (uniform, bimodal, zipf, bucketed)
+    each.__name__: each for each in (uniform, bimodal, zipf)
 }
 
 
@@ -224,6 +221,32 @@ def samples(seed: int) -> Forest:
     return grown.shuffled()
 
 
+def documents(seed: int) -> Forest:
+    """Questions on documents behind a system prompt; a few of these are asked about often."""
+    grown = _Growing("documents", seed)
+    rng = grown.rng
+    system = grown.below([], rng.randint(100, 1000))
+    texts = [grown.below(system, rng.randint(1000, 8000)) for _ in range(rng.randint(4, 40))]
+    popular = [1 / rank for rank in range(1, len(texts) + 1)]
+    for text in rng.choices(texts, popular, k=rng.randint(16, 256)):
+        grown.query(text, rng.randint(20, 800))
+    return grown.shuffled()
+
+
+def turns(seed: int) -> Forest:
+    """Conversations on a system prompt, each turn a node; one of four goes on in four ways."""
+    grown = _Growing("turns", seed)
+    rng = grown.rng
+    system = grown.below([], rng.randint(500, 4000))
+    for _ in range(rng.randint(8, 64)):
+        path = system
+        for _ in range(rng.randint(1, 30)):
+            path = grown.below(path, rng.randint(20, 400))
+        for _ in range(rng.choice((1, 1, 1, 4))):
+            grown.query(path, rng.randint(1, 200))
+    return grown.shuffled()
+
+
 def few() -> list[Forest]:
     """One and two requests: ``single``, ``pair`` (nothing shared) and ``fork`` (two that share
     half), by thousands of tokens each."""
@@ -242,4 +265,5 @@ def few() -> list[Forest]:
 def all_forests() -> list[Forest]:
     """Every batch, family by family."""
     found = [forest(kind, seed) for kind in LENGTHS for seed in SEEDS]
-    return found + [draw(seed) for draw in (skew, samples) for seed in SEEDS] + few()
+    drawn = (skew, samples, documents, turns)
+    return found + [draw(seed) for draw in drawn for seed in SEEDS] + few()

@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import os
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.common.document import add_row, conditions
 from benchmarks.host.live import CACHES, LiveCache, changing_batches, text
 from sglang_pat.srt import hook
 from sglang_pat.srt.radix import SETTLE_STEPS
@@ -161,13 +163,17 @@ def measure_deep(kind: str, queries: int, depth: int) -> Row:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and conditions")
+    file = parser.parse_args().json
+    cores = f"CPU, {len(os.sched_getaffinity(0))} cores"
+    document = conditions("host", "benchmarks.host.step", cores, {}) | {"rows": []}
     for kind in CACHES:
         for queries in (64, 256):
-            print(json.dumps(measure(kind, queries)), flush=True)
+            add_row(document, measure(kind, queries), file)
         for queries, turns in ((64, 1), (64, 10), (256, 1), (256, 10), (256, 30)):
-            print(json.dumps(measure_turns(kind, queries, turns)), flush=True)
-        print(json.dumps(measure_deep(kind, 256, 2000)), flush=True)
+            add_row(document, measure_turns(kind, queries, turns), file)
+        add_row(document, measure_deep(kind, 256, 2000), file)
 
 
 if __name__ == "__main__":

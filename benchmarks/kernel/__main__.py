@@ -52,15 +52,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--kv-dtype", choices=KV_DTYPES, help=f"{how}the server of --batches had it)")
     how = "time verify steps, of so many draft tokens a request, as 4,8 (default: decode steps)"
     add("--draft-tokens", metavar="T[,T...]", help=how)
-    how = "N of the batches, from the first to the last (default: all)"
     how = "a sink for each query head, as GPT-OSS has; only FA3 takes them; pat without, too"
     add("--sinks", action="store_true", help=how)
+    how = "N of the batches, from the first to the last (default: all)"
     add("--sample", type=int, metavar="N", help=how)
     add("--only", nargs="+", default=[], metavar="PATTERN", help="rows by name, as 'skew*' or 8/1")
     how = "start no row later (default: no limit)"
     add("--budget-s", type=float, default=math.inf, metavar="S", help=how)
-    how = "before each repeat a layer's matrix products instead of a write of 256 MB: code, too, is"
-    add("--cold-code", action="store_true", help=f"{how} in no cache then, as in a server")
     add("--json", type=Path, metavar="FILE", help="write rows and conditions")
     add("--from", dest="source", type=Path, metavar="FILE", help="a --json file, instead of a GPU")
     return parser
@@ -70,11 +68,9 @@ def begin(options: argparse.Namespace, work: Work) -> tuple[Document, Clock]:
     """A document without rows, with what the device reaches and which peers can run; a clock."""
     timer = Clock(BUDGET_MS)
     rates = device_rates(timer)
-    if options.cold_code:
-        timer = Clock(timer.budget_ms, cold_code=True)
     drafts = {case.draft_tokens for case in work.cases}
     settings: dict[str, Any] = {"kv_dtype": work.kv_dtype, "draft_tokens": sorted(drafts)}
-    settings |= {name: True for name in ("cold_code", "sinks") if getattr(options, name)}
+    settings |= {"sinks": True} if options.sinks else {}
     device = torch.cuda.get_device_name()
     found = conditions(work.kind, "benchmarks.kernel", device, settings) | {
         "bytes_per_s": rates.bytes_per_s,

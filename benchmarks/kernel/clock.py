@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.kernel.floor import Rates
 
-# Written before every repeat, unless code is to be cold, outside of the timed events: what Triton's
-# do_bench flushes with.
+# Written before every repeat, outside of the timed events: what Triton's do_bench flushes with.
 FLUSH_BYTES = 256 << 20
 MIN_REPEATS, MAX_REPEATS = 10, 100
 
@@ -47,39 +46,13 @@ def capture(run: Callable[[], torch.Tensor | None]) -> Captured:
     return Captured(graph, out, run)
 
 
-def layer_products() -> Callable[[], object]:
-    """What runs in a server between the attention of two layers, of the Llama-3-8B shape and two
-    requests: output projection, feed-forward network and the next layer's Q, K and V. The weights,
-    436 MB in bf16, drive all else out of the L2, the kernels' code that out of the SMs' caches."""
-
-    def weight(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.02
-
-    hidden, inner = 4096, 14336
-    output, up, down = weight(hidden, hidden), weight(2 * inner, hidden), weight(hidden, inner)
-    qkv = weight(6144, hidden)
-    state = torch.randn(2, hidden, device="cuda", dtype=torch.bfloat16)
-
-    def run() -> torch.Tensor:
-        norm = torch.nn.functional.rms_norm
-        gate, value = (norm(state @ output.t(), (hidden,)) @ up.t()).chunk(2, dim=-1)
-        return norm((torch.nn.functional.silu(gate) * value) @ down.t(), (hidden,)) @ qkv.t()
-
-    return capture(run).replay  # one launch: the host must not be what the GPU waits for
-
-
 class Clock:
     """Times what is launched on the current stream."""
 
-    def __init__(self, budget_ms: float, *, cold_code: bool = False) -> None:
-        """``budget_ms`` bounds the time of all repeats of one measurement, flushes not counted.
-        ``cold_code``: ``layer_products`` come before each repeat instead of a write, so that the
-        code of what is timed is in no cache either, as in a server."""
+    def __init__(self, budget_ms: float) -> None:
+        """``budget_ms`` bounds the time of all repeats of one measurement, flushes not counted."""
         self.budget_ms = budget_ms
-        if cold_code:
-            self._flush = layer_products()
-        else:
-            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").zero_
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda").zero_
 
     def repeats(self, run: Callable[[], object]) -> int:
         """How often ``run`` fits the budget, by one trial."""

@@ -2,7 +2,7 @@
 """Decode attention of MLA (one KV head, latents of 576 numbers of which 512 are V, bf16): plans of
 this package, FA3 and FlashMLA, called as SGLang calls them, as captured graphs over a cold L2.
 
-    python -m benchmarks.kernel.latents [--ragged] [--peers]
+    python -m benchmarks.kernel.latents [--ragged] [--peers] [--json FILE]
 
 ``ours`` is forward and merge of one layer. The error is that of the output of a few queries,
 relative to attention in fp32 over the same inputs.
@@ -11,20 +11,22 @@ relative to attention in fp32 over the same inputs.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+from collections import defaultdict
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.common.document import add_row, conditions
 from benchmarks.common.forests import Forest, all_forests
 from benchmarks.kernel.clock import Clock, capture
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.kv import TreeBatch, slot_table
 from benchmarks.kernel.layer import Layer, PatOptions, error_of
 from benchmarks.kernel.peers import Run, query_offsets
+from benchmarks.kernel.report import geomean
 from sglang_pat.target import LATENT_DIMS
 
 K_DIM, V_DIM = LATENT_DIMS
@@ -145,18 +147,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ragged", action="store_true", help="batches whose requests differ")
     parser.add_argument("--peers", action="store_true", help="FA3 and FlashMLA, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and conditions")
     args = parser.parse_args()
     ragged = ((heads, each) for heads in (8, 16, 20) for each in all_forests())
-    clock, ratios = Clock(20.0 if args.ragged else 100.0), []
+    clock, ratios = Clock(20.0 if args.ragged else 100.0), defaultdict(list)
+    device = torch.cuda.get_device_name()
+    document = conditions("latents", "benchmarks.kernel.latents", device, {}) | {"rows": []}
     for heads, requests in ragged if args.ragged else BATCHES:
         row = measure(heads, requests, clock, args.peers)
-        print(json.dumps(row), flush=True)
+        add_row(document, row, args.json)
         if args.peers:
             peers = (us for name, us in row.items() if name.startswith(("us_fa3", "us_flash")))
-            ratios.append(row["us_ours"] / min(peers))
-    if ratios:
-        mean = statistics.geometric_mean(ratios)
-        print(f"over the best peer: {mean:.3f} in the geometric mean, {max(ratios):.3f} at worst")
+            for group in ("all", f"{heads} heads", requests.family):
+                ratios[group].append(row["us_ours"] / min(peers))
+    for group, found in ratios.items():
+        print(f"{group}: {geomean(found):.3f} of the better peer, at most {max(found):.3f}")
 
 
 if __name__ == "__main__":

@@ -327,6 +327,7 @@ void bind_pack(py::module_& m) {
   bind_target(m);
   bind_plan(m);
   bind_planner(m);
+  m.attr("LEAST_HEADROOM") = kLeastHeadroom;  // tokens that a query may grow under a new plan
   m.attr("CUDA_TILE_TOKENS") = kBranchAlign;
   py::list cuts;
   for (const Cut& cut : kCuts) cuts.append(cut.name);

@@ -32,7 +32,7 @@ struct Forks {
   cudaEvent_t forked;
 };
 
-// For divisions of packed rows, of which there are fewer than 65536.
+// For divisions of packed rows: exact below 65536 / divisor, which check_plan_cuda() has seen to.
 uint32_t row_magic(int divisor) { return static_cast<uint32_t>((65536 + divisor - 1) / divisor); }
 
 ForwardParams forward_params(const DecodeParams& decode) {

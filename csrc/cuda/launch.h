@@ -27,8 +27,8 @@ auto with_head_dim(int head_dim, const Run& run) {
 void set_scheduling(ForwardParams& params, int num_rows, int num_q_heads, int num_kv_heads,
                     int draft_tokens);
 
-// The forward of a head dim; with kFp8 K and V are float8_e4m3fn. `shares_sm`: with CTAs of half an
-// SM, so that two run on one, those of other launches too.
+// The forward of a head dim; with kFp8 K and V are float8_e4m3fn. `shares_sm`: CTAs take half an
+// SM, so that those of two launches run side by side on one.
 template <int kHeadDim, bool kFp8>
 void launch_forward(const ForwardParams&, DType, bool shares_sm, cudaStream_t);
 

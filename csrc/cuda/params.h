@@ -187,7 +187,9 @@ struct ForwardParams {
   Sinks sinks;
   // Of several draft tokens. Else zeros, which no kernel reads, but for head_group, which
   // first_units_kernel reads.
-  int32_t masked_tokens;      // see masked_tokens()
+  // Draft tokens of a query but the first: the last tokens of its tail, to which only some of its
+  // draft tokens attend.
+  int32_t masked_tokens;
   int32_t head_group;         // packed rows of a draft token: query heads per KV head
   uint32_t head_group_magic;  // r / head_group == r * head_group_magic >> 16 for r below group
   // From the head behind the last one of a draft token and KV head to the first one of the next

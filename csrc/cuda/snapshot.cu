@@ -72,8 +72,8 @@ struct Snapshot {
   }
 
   // Narrows the row masks of the last tokens of a tail of a branch to the draft tokens that attend
-  // to them. `s`: of list_branch()'s `found`, so its room is a place in the list. All lanes of a
-  // warp call it, which wrote the masks before.
+  // to them. `s` comes from list_branch()'s `found`: there `room` is where the segment
+  // begins in the list. All lanes of a warp call it, which wrote the masks before.
   __device__ __forceinline__ void mask_drafts(const Segment& s, int lane) const {
     const int head_group = group / args.draft_tokens;
     __syncwarp();

@@ -178,7 +178,7 @@ class Emitter {
       if (dynamic) {
         end = std::min<int64_t>(int64_t{pack.end} + headroom(pack), INT32_MAX);
         plan.fixed_tokens -= start;
-        plan.min_seq_lens[query] = start + target.draft_tokens - 1;  // see masked_tokens()
+        plan.min_seq_lens[query] = start + target.draft_tokens - 1;  // all drafts but the first
         plan.max_seq_lens[query] = end;
       } else {
         plan.fixed_tokens += tokens * target.num_row_tiles(pack.queries);

@@ -117,7 +117,7 @@ class Judge {
   // The heavy or the light work units.
   struct List {
     int32_t first, end;
-    int32_t next;  // the first one that no half has been given
+    int32_t next;  // the first one that is still free
   };
 
   static constexpr int32_t kNoItem = -1;

@@ -28,7 +28,8 @@ struct ItemCost {
 };
 
 // What the judge (judge.h) charges. On a GPU other than a Hopper and on a CPU items cost what
-// Target's rates say, and rates and factors below do not hold.
+// Target's rates say; of the numbers below, launch_us, round_us, split_us and beside hold there
+// too.
 struct Costs {
   ItemCost light{0.904, 0.606};
   ItemCost heavy{0.937, 0.823};  // and a wide item, on both halves
@@ -74,6 +75,7 @@ inline constexpr double kSteps = 24.0;
 inline constexpr int32_t kTailToHeadroom = 4;
 inline constexpr int32_t kMinHeadroom = 128;
 inline constexpr int32_t kBranchHeadroom = 64;
+inline constexpr int32_t kLeastHeadroom = std::min(kMinHeadroom, kBranchHeadroom);
 
 inline constexpr uint32_t kAllCuts = UINT32_MAX;
 
@@ -95,7 +97,7 @@ struct Target {
   double sm_speedup;       // K/V rate of an SM that has the memory to itself, over its share; >= 1
   int32_t items_per_sm;    // that an SM runs side by side, 1 or 2; a wide item takes all of it
   double reread_weight;    // the packer's: cost of a token read again, over a first read, in (0, 1]
-  bool hopper;             // whether `costs` hold; other machines are judged by the rates above
+  bool hopper;             // whether items cost what `costs` says
   Costs costs;
   std::vector<int32_t> row_tiles;  // ascending, packed rows
   std::vector<int32_t> kv_tiles;   // ascending, tokens

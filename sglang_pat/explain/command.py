@@ -90,7 +90,8 @@ def _sums(plan: Plan, target: Target, seq_lens: list[int], machine: str) -> list
     alone = sum(seq_lens)
     read = plan.kv_tokens_read(alone)
     token_bytes = target.num_kv_heads * target.token_values * target.kv_bytes
-    partial_bytes = target.num_q_heads * (target.v_head_dim * target.partial_bytes + 4)
+    rows = target.draft_tokens * target.num_q_heads
+    partial_bytes = rows * (target.v_head_dim * target.partial_bytes + 4)
     return [
         f"planned for {machine}, heads of dim {target.head_dim}",
         f"K/V tokens read: {read:,} instead of {alone:,}, {alone / max(read, 1):.2f} x fewer, for "

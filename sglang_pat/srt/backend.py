@@ -26,6 +26,7 @@ from sglang_pat.srt.layers import LayerRoutes, reads_latents
 from sglang_pat.srt.metrics import start_reporter
 from sglang_pat.srt.radix import check_plan
 from sglang_pat.srt.step import (
+    MAX_SLACK,
     Lengths,
     StepClock,
     StepPlanner,
@@ -46,7 +47,7 @@ class Forward:
     phase: Literal["eager", "capture", "replay"] = "eager"
     served: bool = False  # pat has a plan for it, so its layers run on pat
     captured: Plan | None = None  # in a capture, the plan that any replay can fall back to
-    unprepared: Any = None  # the batch that the base must prepare should a layer be the base's
+    unprepared: Any = None  # the batch, until the base prepares it: at the first layer of its own
     in_base: bool = False  # the base prepares it; some bases call the methods of graphs for that
 
 
@@ -393,7 +394,7 @@ class PatVerifyMixin(PatDecodeMixin):
         """SGLang's lengths of a verify step do not count the draft tokens, a plan's do."""
         draft_tokens = self._target.draft_tokens
         if forward_batch.seq_lens_cpu is None and batch is not None:
-            why = "the host's bounds are far apart"
+            why = f"no bounds, or more than {MAX_SLACK} draft tokens"
             try:
                 bounds = bounds_of(batch.reqs, draft_tokens)
             except (AttributeError, TypeError) as error:  # not requests as SGLang has them

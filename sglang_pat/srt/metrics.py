@@ -61,10 +61,17 @@ class Reporter:
 
     def _run(self) -> None:
         """Publish from now on, once a second."""
-        steps, summarized = 0, time.monotonic()
+        steps, summarized, failed = 0, time.monotonic(), False
         while True:
             time.sleep(FLUSH_SECONDS)
-            self.flush()
+            try:
+                self.flush()
+            except Exception:  # a full disk under prometheus's files, say: the next second may do
+                if not failed:
+                    logger.exception("sglang_pat: counters were not exported; tries again")
+                failed = True
+            else:
+                failed = False
             now = time.monotonic()
             if now - summarized >= SUMMARY_SECONDS and self._stats.steps_asked_for > steps:
                 steps, summarized = self._stats.steps_asked_for, now

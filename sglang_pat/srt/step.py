@@ -20,8 +20,8 @@ which changes the batch. What a released request shared, the others keep locked.
 Lengths are on the host before a decode step runs. Where SGLang overlaps the scheduler with the GPU
 and speculates, how many draft tokens the last verify step accepted is known on the GPU only. The
 host then has bounds of each request (``kv`` in SGLang 0.5.23's ``srt/managers/schedule_batch.py``):
-the tokens that were committed when it last looked, at most one step ago, and those that it has
-slots for, the draft tokens of the step to come among them.
+the tokens that were committed when it last looked, at most one step ago, and twice the draft tokens
+more, those of that step and of the one to come, as far as it has slots for them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang_pat import _C
 from sglang_pat.planner import Plan, Planner
 from sglang_pat.srt.dump import Tap
 from sglang_pat.srt.hook import LiveBatch
@@ -45,9 +46,8 @@ from sglang_pat.target import Target
 
 logger = logging.getLogger("sglang_pat")
 
-# Bounds further apart are not used: a plan made for the least lengths holds for at least 128 tokens
-# more (csrc/pack/target.h), of which the steps to come are to have some.
-MAX_SLACK = 96
+# Bounds further apart are not used: a plan made for the least lengths holds for as many more.
+MAX_SLACK = _C.LEAST_HEADROOM
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,12 +95,14 @@ def lengths_of(forward_batch: Any, added: int = 0) -> Lengths:
 
 
 def bounds_of(reqs: Sequence[Any], draft_tokens: int) -> Lengths | None:
-    """Bounds of the lengths of a verify step, from what SGLang keeps of its requests; None if they
-    are too far apart to plan with."""
+    """Bounds of the lengths of a verify step, from what SGLang keeps of its requests; None if there
+    are none, or a new plan would not hold for them."""
     owned = [req.kv for req in reqs]
     # NumPy takes a third of torch's time for so few numbers.
     least = np.array([kv.kv_committed_len for kv in owned], np.int64) + draft_tokens
-    most = np.array([kv.kv_allocated_len for kv in owned], np.int64)
+    # Slots come in whole pages: they may be for many more tokens than the two steps can add.
+    slots = np.array([kv.kv_allocated_len for kv in owned], np.int64)
+    most = np.minimum(slots, least + draft_tokens)
     slack = most - least
     if slack.size and not (slack.min() >= 0 and slack.max() <= MAX_SLACK):
         return None
@@ -194,6 +196,9 @@ class StepPlanner:
         if self.made:
             plan = state.plan = self._make(state, batch, lengths, handles)
             total = lengths.total(plan)
+        if plan is not None and total < 0:
+            self._stats.fall_back(NOT_USABLE, "a new plan does not hold for its own lengths")
+            plan = state.plan = None
         if plan is None:
             return None
         self._stats.step(plan, total, made=self.made)

@@ -50,8 +50,8 @@ def test_a_generator_draws_the_same_batches_for_ever() -> None:
     """A change of what is drawn needs another name of the generator, and then a digest here."""
     drawn = json.dumps([(each.name, each.paths, each.seq_lens) for each in ALL])
     digest = hashlib.sha256(drawn.encode()).hexdigest()[:16]
-    assert (GENERATOR, digest) == ("ragged-1", "6a2778d92c19f961")
-    assert len({each.name for each in ALL}) == len(ALL) == 6 * 5 + 8 * 3
+    assert (GENERATOR, digest) == ("ragged-2", "aa7801103824a069")
+    assert len({each.name for each in ALL}) == len(ALL) == 7 * 5 + 8 * 3
 
 
 def test_slots_are_shared_where_nodes_are() -> None:
@@ -197,7 +197,7 @@ TREES = ["1,6_40,9", "5_20"]
 RUNS: dict[str, tuple[list[int], list[str], int]] = {  # drafts, batches, peers
     "--heads 8/1/64 --trees 1,6_40,9 5_20 --draft-tokens 1,3": ([1, 3], TREES * 2, 3),
     "--heads 4/2/64 --trees 1,6_40,9 5_20 --kv-dtype fp8_e4m3": ([1], TREES, 3),
-    "--heads 4/1/64 --ragged --only fork-1k bucketed-2": ([1], ["bucketed-2", "fork-1k"], 2),
+    "--heads 4/1/64 --ragged --only fork-1k turns-2": ([1], ["turns-2", "fork-1k"], 2),
     "--batches DUMP --sample 2": ([4], ["batch-1", "batch-4"], 2),
 }
 

@@ -105,6 +105,15 @@ def test_it_prints_the_plan_and_what_it_reads(tmp_path: Path, capsys: Capture) -
     assert not any(each in drawn for each in ("href", "src", "url(", "<script", "<image"))
 
 
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_a_partial_result_is_one_of_all_draft_tokens(drafts: int, capsys: Capture) -> None:
+    tree = "8192(8x200)"
+    text = said(capsys, "--tree", tree, "--target", "h200", "--draft-tokens", drafts)
+    partials = planned(parse_tree(tree), Target.h200(**HEADS, draft_tokens=drafts)).num_partials
+    written = f"partial results: {partials * drafts * 32 * (128 + 1) * 4 / 1e6:.1f} MB"
+    assert partials and written in text
+
+
 def test_a_tree_is_the_batch_that_the_benchmarks_name_by_levels() -> None:
     nested, levels = parse_tree("32(8x512(4x256))"), Tree.parse("1,8,32_32,512,256")
     assert nested.seq_lens == levels.seq_lens == [800] * 32

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 
 from benchmarks.common.forests import Forest, forest
 from benchmarks.kernel import __main__ as kernel
-from benchmarks.kernel import clock
-from benchmarks.kernel.clock import Clock, layer_products
 from benchmarks.kernel.floor import Heads
 from benchmarks.kernel.layer import Layer, PatOptions, device_batch, error_of
 from benchmarks.kernel.peers import NO_KERNEL
@@ -36,7 +33,7 @@ def test_policies_give_right_outputs(policy: str, heads: str) -> None:
 
 def test_ragged_rows(tmp_path: Path) -> None:
     file = tmp_path / "ragged.json"
-    chosen = ["--only", "bucketed-2", "skew-1", "fork-4k", "--heads", "32/8", "8/1"]
+    chosen = ["--only", "turns-2", "skew-1", "fork-4k", "--heads", "32/8", "8/1"]
     assert kernel.main(["--ragged", *chosen, "--json", str(file)]) == 0
     document = json.loads(file.read_text())
     rows = [TreeRow(**row) for row in document["rows"]]
@@ -62,30 +59,3 @@ def test_verify_steps(kv_dtype: str, tmp_path: Path) -> None:
         assert not row.wrong and row.differences.keys() == wanted, row
     if absent:
         pytest.skip(f"no {', '.join(absent)} to compare with: {NO_KERNEL}")
-
-
-def test_cold_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the option a layer's products run before each repeat, without it none do.
-
-    It counts replays itself: CUPTI, which a profiler attaches to the process for good, can make
-    replays of CUDA graphs end in an illegal memory access (github.com/pytorch/pytorch/issues/75504,
-    github.com/pytorch/kineto/issues/1165).
-    """
-    counted = []
-
-    def products() -> Callable[[], object]:
-        replay = layer_products()
-        out = replay.__self__.out  # type: ignore[attr-defined]  # of the captured products
-        out.fill_(float("nan"))
-
-        def run() -> None:
-            counted.append(replay())
-            assert out.isfinite().all()
-
-        return run
-
-    monkeypatch.setattr(clock, "layer_products", products)
-    one = torch.zeros(1, device="cuda")
-    for cold_code in (False, True):
-        Clock(1.0, cold_code=cold_code).times_us(lambda: one.add_(1), 4)
-        assert len(counted) == 4 * cold_code

@@ -117,6 +117,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     # The model drafts for itself, so that some drafts are right; those of other weights are nearly
     # all wrong.
     "right": _drafted("STANDALONE", "ratio4"),
+    "right_pages64": (*_drafted("STANDALONE", "ratio4"), "--page-size", "64"),
     "no_overlap": (*_drafted("STANDALONE", "ratio4"), "--disable-overlap-schedule"),
     "wrong": _drafted("STANDALONE", "ratio4b"),
     "eagle": _drafted("EAGLE", "eagle4"),

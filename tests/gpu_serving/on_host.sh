@@ -87,16 +87,15 @@ run() {
     drafts) rows 200 --draft-tokens 4,8 ;;
     dim256) rows 150 --heads 16/2/256 32/8/256 ;;
     long) rows 150 --trees 1,{64,256,512}_32768,128 1,10_4096,416 --heads 32/8 64/8 8/1 ;;
-    cold) rows 100 --cold-code --heads 32/8 8/1 16/2 64/8 \
-      --trees {1_8192,2_2000,4_2000,2_8000} 1,4_2000,64 1,2_8000,64 1,8_6000,128 1,64_8192,128 64_1024 ;;
-    latent_rows) for more in '' --ragged; do
-        limited 300 python3 -m benchmarks.kernel.latents --peers $more \
-          | tee -a "$out/$step.jsonl" || return
-      done ;;
-    papers) limited 200 python3 -m benchmarks.papers | tee "$out/$step.txt" ;;
-    host) limited 120 python3 -m benchmarks.host.step | tee "$out/$step.jsonl" ;;
+    latents_rows) limited 100 python3 -m benchmarks.kernel.latents --peers --json "$out/$step.json" ;;
+    latents_ragged) limited 300 python3 -m benchmarks.kernel.latents --ragged --peers --json "$out/$step.json" ;;
+    papers) limited 200 python3 -m benchmarks.papers --json "$out/$step.json" ;;
+    host) limited 120 python3 -m benchmarks.host.step --json "$out/$step.json" ;;
     llama) bench 580 --stream-interval 8 --model "${MODEL:-llama3-8b}" \
-      --loads 8192x{1,128} 4096x64 '8*2048x16' 0x{64,256} 1024+512x256 ;;
+      --loads 8192x{1,128} 4096x64 '8*2048x16' 0x{64,256} ;;
+    few) bench 400 --backends pat fa3 --stream-interval 8 --loads 0+2000x2 2000x4 6000x8 8192x64 ;;
+    private) bench 300 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads 1024+512x256 ;;
+    fp8_kv) bench 300 --runs 2 --backends pat fa3 --kv-cache-dtype fp8_e4m3 --loads 8192x128 0x64 ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
       --loads ${MLA_LOADS:-8192x128 4096x64 0x64 32768x128} --max-requests 128 ;;
@@ -110,6 +109,9 @@ run() {
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
       --loads '3000+4*1200x'{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}" ;;
     shared) bench 580 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads rollouts:10x16 forks:8x6 ;;
+    trace) bench 400 --runs 1 --backends pat fa3 --pool-tokens 262144 --loads 0x64 \
+      "--dataset-name mooncake --dataset-path $kit/mooncake_conversation.jsonl --num-prompts ${REQUESTS:-150}" \
+      --server-args --json-model-override-args '{"max_position_embeddings": 131072}' ;;
     router) without_datasets
       limited 400 python3 -m gpu_serving.router --folder "$work/router" --json "$out/router.json" ;;
     demo) limited 240 python3 -m sglang_pat demo ;;

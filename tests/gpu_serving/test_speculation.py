@@ -132,15 +132,17 @@ def test_answers(row: Row, server: Fleet, answers_of: AnswersOf) -> None:
     assert "serves all" in one.text() and "serves nothing" not in one.text()
 
 
-@pytest.mark.parametrize("row", [FIRST], ids=str)
+@pytest.mark.parametrize("row", [FIRST, Row("ratio4-pat-right_pages64", RIGHT)], ids=str)
 def test_plans_outlive_verify_steps(row: Row, server: Fleet) -> None:
-    """A plan holds for 128 tokens of each request: with overlap by bounds of the lengths."""
+    """A plan holds for 64 tokens of each request at least: with overlap by bounds of the lengths,
+    which slots in pages of 64 do not widen."""
     one, load = server(row.ours), LOADS["shared"]
     one.generate(load.prompts, 4)
     texts, counted = one.counted(one.generate, load.prompts, 400)
     steps = counted.verify_steps + counted.base_forwards.get("small_batch", 0)
     assert steps >= max(text.verify_steps for text in texts) > 90
     assert counted.plans_made < 0.25 * counted.verify_steps
+    assert 0 < counted.kv_tokens_read < counted.kv_tokens_unpacked
     assert not counted.fallbacks
     assert "draft worker's attention is SGLang's own" in one.text()
 

@@ -134,16 +134,19 @@ def test_what_is_no_such_verify_step_is_the_bases(
 @pytest.mark.parametrize(
     ("given", "least", "most"),
     [
-        ([(40, 48), (100, 106)], [43, 103], [48, 106]),
+        ([(40, 45), (100, 106)], [43, 103], [45, 106]),
         ([(40, 42)], None, None),  # slots for less than the draft tokens
-        ([(40, 43 + MAX_SLACK)], [43], [43 + MAX_SLACK]),
-        ([(40, 44), (40, 44 + MAX_SLACK)], None, None),  # for many more
+        ([(40, 128), (40, 46)], [43, 43], [46, 46]),  # of whole pages: for more than two steps add
     ],
 )
 def test_bounds_of_lengths(given: list[tuple[int, int]], least: Any, most: Any) -> None:
     """Of requests with so many tokens committed and slots for so many."""
-    kvs = [SimpleNamespace(kv_committed_len=a, kv_allocated_len=b) for a, b in given]
-    lengths = bounds_of([SimpleNamespace(kv=kv) for kv in kvs], DRAFT_TOKENS)
+    reqs = [
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=a, kv_allocated_len=b))
+        for a, b in given
+    ]
+    lengths = bounds_of(reqs, DRAFT_TOKENS)
+    assert bounds_of(reqs, MAX_SLACK + 1) is None
     if lengths is None:
         assert least is None
     else:
@@ -153,14 +156,15 @@ def test_bounds_of_lengths(given: list[tuple[int, int]], least: Any, most: Any) 
             assert (first.least.tolist(), first.most.tolist()) == (least[:count], most[:count])
 
 
-def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed, page: int) -> None:
     """It is planned with bounds, and the plan holds for whatever was accepted. Without bounds, as
-    they are far apart or unreadable, lengths are read from the device, and that is counted."""
+    slots are missing or unreadable, lengths are read from the device, and that is counted."""
     committed = bed.lens.clone()
     for _ in range(80):
         for req, least in zip(bed.reqs, committed.tolist(), strict=True):
             req.kv.kv_committed_len = least
-            req.kv.kv_allocated_len = least + 2 * DRAFT_TOKENS
+            req.kv.kv_allocated_len = -(-(least + 2 * DRAFT_TOKENS) // page) * page
         bed.verify(on_host=False)
         for most in (DRAFT_TOKENS, 2 * DRAFT_TOKENS):
             bed.check_plan_holds(committed + most)
@@ -168,7 +172,7 @@ def test_a_step_whose_lengths_the_host_does_not_know(bed: VerifyBed) -> None:
     assert 1 < bed.stats.plans_made < 5 and not bed.stats.fallbacks
     for times, unknown in enumerate((1, None), start=1):
         for req in bed.reqs:
-            req.kv.kv_committed_len, req.kv.kv_allocated_len = unknown, 2000
+            req.kv.kv_committed_len, req.kv.kv_allocated_len = unknown, 2
         bed.verify(on_host=False)
         bed.check_plan_holds(bed.lens + DRAFT_TOKENS)
         assert bed.stats.fallbacks == {"lengths read from the GPU": times}

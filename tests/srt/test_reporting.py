@@ -150,6 +150,23 @@ def test_each_rank_is_a_series_of_its_own(tmp_path: Path) -> None:
     assert parse_counters(text).fallbacks == {"a reason": 4}
 
 
+def test_a_failure_to_export_ends_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, and all is exported as soon as it works again."""
+    reporter = metrics.Reporter(Stats(), {}, export=False)
+    full = OSError("No space left on device")
+    flush = mock.Mock(side_effect=[None, full, full, None, None])
+    monkeypatch.setattr(reporter, "flush", flush)
+    sleep = mock.Mock(side_effect=[None] * 5 + [InterruptedError])
+    monkeypatch.setattr(metrics.time, "sleep", sleep)
+    with pytest.raises(InterruptedError):
+        reporter._run()
+    assert flush.call_count == 5
+    (said,) = caplog.messages
+    assert "were not exported" in said
+
+
 def test_totals_are_logged_once_a_minute_if_steps_ran(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

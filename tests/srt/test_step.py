@@ -33,14 +33,17 @@ from sglang.srt.managers import scheduler_pp_mixin
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 import sglang_pat
-from benchmarks.host.live import CACHES
+from benchmarks.host.live import CACHES, LiveCache
+from sglang_pat import _C
 from sglang_pat.config import PatConfig
 from sglang_pat.dump import read_dump
 from sglang_pat.planner import Plan
 from sglang_pat.srt.dump import Tap, make_tap
 from sglang_pat.srt.hook import LiveBatch
 from sglang_pat.srt.radix import RECHECK_STEPS, SETTLE_STEPS
-from sglang_pat.srt.step import StepPlanner, known, micro_batches
+from sglang_pat.srt.step import Lengths, StepPlanner, bounds_of, known, micro_batches
+from sglang_pat.stats import Stats
+from sglang_pat.target import Target
 
 SHARED = SYSTEM + 2 * TOOL  # tokens of the bed's requests that several share
 
@@ -170,6 +173,38 @@ def test_a_plan_that_is_outgrown_keeps_its_paths(
         if not settled:  # a prefill came between
             bed.batch = replace(bed.batch, others=bed.batch.others + 1)
         last = bed.plan()
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_plan_with_branches_is_kept_while_the_host_has_bounds(page: int) -> None:
+    """Of verify steps of 4 draft tokens, 2 of which are accepted; slots come in whole pages."""
+    queries, drafts = 64, 4
+    cache = LiveCache("rust", slots=60_000, rows=queries, context=2048)
+    reqs = [cache.admit([*range(1000), 2000 + i]) for i in range(queries)]
+    batch, _ = cache.batch(reqs)
+    heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    stats = Stats()
+    steps = StepPlanner(Target.h200(max_queries=queries, draft_tokens=drafts, **heads), stats)
+    for step in range(40):
+        for req in reqs:
+            req.kv.kv_committed_len = 1001 + 2 * step
+            slots = req.kv.kv_committed_len + 2 * drafts
+            req.kv.kv_allocated_len = -(-slots // page) * page
+        bounds = bounds_of(reqs, drafts)
+        assert bounds is not None
+        plan = steps.plan(batch, bounds)
+        assert plan is not None and (plan.items["kind"] == _C.BRANCH).any()
+        assert plan.fits(bounds.most.data_ptr(), queries)
+    assert 1 < stats.plans_made <= 3 and stats.plans_reused == 40 - stats.plans_made
+    read, unpacked = stats.kv_tokens_read, stats.kv_tokens_unpacked
+    assert 0 < read < unpacked / 3 and not stats.fallbacks
+
+
+def test_a_plan_that_does_not_hold_for_its_own_lengths_is_not_run(bed: StepBed) -> None:
+    """No server has such bounds: the base serves the step, and nothing of it is counted as ours."""
+    assert bed.steps.plan(bed.batch, Lengths(bed.lens, bed.lens + 2000)) is None
+    assert bed.stats.fallbacks == {"sharing not usable": 1} and not bed.stats.decode_steps
+    assert shared_tokens(bed.plan()) == SHARED
 
 
 def test_paths_are_read_again_only_after_a_failure(bed: StepBed) -> None:

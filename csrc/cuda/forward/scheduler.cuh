@@ -100,12 +100,11 @@ struct UnitScheduler {
     }
   }
 
-  // Pushes the units that the two halves of this CTA run at the same time. In a joint plan these
-  // are all units, at most one a CTA; half 1 has no part in one of a single tile. Of other plans
-  // they are pairs, in the same order in both halves: of each of the first `wide` units a part for
-  // each half, and of the units behind these, up to `end`, a branch each. Most plans have few or
-  // none. Code that every plan runs
-  // should be contiguous, because it is often in no cache (see join_warps()).
+  // Pushes the units that the two halves of this CTA run at the same time. A joint plan has only
+  // such units, at most one a CTA; half 1 sits out a unit of a single tile. In other plans units
+  // before `wide` run in two parts, one a half, and those from `wide` to `end` are pairs of
+  // branches, one a half, in the same order in both halves. Most plans have few or none. Code that
+  // every plan runs should be contiguous, because it is often in no cache (see join_warps()).
   __device__ __forceinline__ void run_both(bool joint, int wide, int end) {
     int num_pairs = 0;
     for (int index = blockIdx.x; __builtin_expect(index < end, 0); index += gridDim.x) {

@@ -14,17 +14,17 @@ void check_decode(const DecodeParams& a) {
             " with head_dim 576");
   PAT_CHECK(a.num_kv_heads == 1, "num_kv_heads is ", a.num_kv_heads,
             ", must be 1 with head_dim 576");
-  PAT_CHECK(a.type == DType::kBF16, "dtype is ", static_cast<int>(a.type),
-            ", must be 1 (bf16) with head_dim 576: convert q");
-  PAT_CHECK(a.kv_type == KVDType::kSame, "kv_dtype is ", static_cast<int>(a.kv_type),
-            ", must be 0 (q's) with head_dim 576: keep K and V in bf16");
+  PAT_CHECK(a.type == DType::kBF16,
+            "q is not bfloat16, which it must be with head_dim 576: convert it");
+  PAT_CHECK(a.kv_type == KVDType::kSame,
+            "K and V are float8_e4m3fn, with head_dim 576 they must be bfloat16: keep them so");
   PAT_CHECK(a.logit_cap == 0.0f && a.scale > 0.0f, "scale is ", a.scale, " and logit_cap ",
             a.logit_cap, ": with head_dim 576 the scale must be more than 0 and the cap 0 (off)");
   PAT_CHECK(!a.sinks.values,
             "sinks are given: the kernels for head_dim 576 have none, leave them out or let "
             "another attention run these layers");
-  PAT_CHECK(a.launch == Launch::kQueue, "launch is ", static_cast<int>(a.launch),
-            ", must be 0 (queue) with head_dim 576");
+  PAT_CHECK(a.launch == Launch::kQueue,
+            "launch is not 'queue', which it must be with head_dim 576");
 }
 
 #if !PAT_MLA
