@@ -52,8 +52,8 @@ def __getattr__(name: str) -> Any:
             return import_module("sglang_pat._C")
         except ModuleNotFoundError:
             raise ImportError(
-                f"sglang_pat has no native module in {__path__[0]}: pip install sglang-pat, and in "
-                "a checkout run Python outside of the folder"
+                f"sglang_pat has no native module in {__path__[0]}: pip install the checkout or "
+                "its wheel, and run Python outside of the checkout's folder"
             ) from None
     if name not in _HOMES:
         raise AttributeError(f"module 'sglang_pat' has no attribute {name!r}")

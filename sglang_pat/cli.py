@@ -35,8 +35,8 @@ def _run(argv: Sequence[str] | None) -> int:
         import_module("sglang_pat._C")
     except ImportError as error:
         print(
-            f"sglang-pat: its native module does not load: {error}; pip install --force-reinstall "
-            "sglang-pat; from a checkout, run it outside the folder",
+            f"sglang-pat: its native module does not load: {error}; pip install the checkout or "
+            "its wheel anew, and run it outside of the checkout's folder",
             file=sys.stderr,
         )
         return 1

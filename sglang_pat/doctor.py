@@ -147,7 +147,7 @@ def _entry_points() -> Iterator[Finding]:
         topic = f"entry point {name}"
         found = [entry.value for entry in metadata.entry_points(group=group, name=name)]
         if not found:
-            way_out = "pip install sglang-pat into the environment that SGLang runs in"
+            way_out = "pip install the checkout or its wheel where SGLang is installed"
             yield Finding(topic, f"not in the group {group}", "block", way_out)
         elif len(found) > 1:
             words = f"{len(found)} times in the group {group}: {', '.join(found)}"

@@ -93,7 +93,7 @@ def _sums(plan: Plan, target: Target, seq_lens: list[int], machine: str) -> list
     rows = target.draft_tokens * target.num_q_heads
     partial_bytes = rows * (target.v_head_dim * target.partial_bytes + 4)
     return [
-        f"planned for {machine}, heads of dim {target.head_dim}",
+        f"planned for {machine}",
         f"K/V tokens read: {read:,} instead of {alone:,}, {alone / max(read, 1):.2f} x fewer, for "
         "each layer and KV head",
         f"K/V read: {read * token_bytes / 1e6:.1f} MB instead of {alone * token_bytes / 1e6:.1f}, "
@@ -122,7 +122,9 @@ def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
         return requests, *make_target(arguments, len(requests.seq_lens))
     target = dump.target
     device = dump.header.get("device", "unknown")
-    return requests, target, f"{device} with {target.num_sms} SMs or threads, as the server"
+    shape = f"{target.num_q_heads}/{target.num_kv_heads} heads of dim {target.head_dim}"
+    machine = f"{device} with {target.num_sms} SMs or threads"
+    return requests, target, f"{machine}, {shape}, as the server"
 
 
 def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
@@ -130,7 +132,7 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
 
     Raises ValueError that names the option, its value and what is allowed.
     """
-    from sglang_pat import Target
+    from sglang_pat import _C, Target
     from sglang_pat.config import PatConfig
     from sglang_pat.target import LATENT_DIMS
 
@@ -154,13 +156,17 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "policy": config.policy,
         **({"kv_bytes": 1} if kv_dtype == "fp8_e4m3" else {}),
     }
+    shape = f"{heads} heads of dim {head_dim}"
     if name.lower() == "cpu":
         threads = _CPU_THREADS if sms is None else sms
-        return Target.cpu(threads=threads, **options), f"a CPU with {threads} threads"
+        return Target.cpu(threads=threads, **options), f"a CPU with {threads} threads, {shape}"
     try:
         machine = machine_of(name)
     except ValueError as error:
         way_out = "plan for the cpu, or for another GPU take the nearest with --sms"
         raise ValueError(f"--target {error}; {way_out}") from None
+    if head_dim not in (served := (*_C.CUDA_HEAD_DIMS, LATENT_DIMS[0])):
+        dims = ", ".join(map(str, served))
+        raise ValueError(f"--head-dim is {head_dim}, on a GPU pat serves {dims}: try --target cpu")
     target = Target.gpu(machine, **options, **({} if sms is None else {"num_sms": sms}))
-    return target, f"{machine.name} with {target.num_sms} SMs"
+    return target, f"{machine.name} with {target.num_sms} SMs, {shape}"

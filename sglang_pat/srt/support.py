@@ -46,8 +46,8 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 # The backend of SGLang that pat extends for latents (MLA) on a GPU, and what our kernels of these
 # are compiled to: like that backend, they run on a Hopper alone.
 OF_LATENTS, LATENT_CODE = "fa3", "sm_90a"
-# With up to so many packed rows a request, those of its draft tokens, verify steps took at most
-# 1.03 of the better of FA3 and FlashInfer in all batches measured (docs/speculation.md).
+# With up to so many packed rows a request, those of its draft tokens, verify steps took about as
+# long as those of the better of FA3 and FlashInfer or less (docs/results.md).
 MOST_DRAFT_ROWS = 64
 # Of latents (MLA): two requests of so many rows fill a row tile, and more take one of their own.
 MOST_LATENT_ROWS = 32

@@ -93,8 +93,12 @@ def judge(arguments: Sequence[str], *, gpu: str = "") -> Verdict:
             described = _describe(model_config)
         except Exception as error:  # SGLang's own refusal, whatever it is made of
             machine = "this machine" if asked is None else asked.name
-            said = _said(" ".join(f"{error}".split()) or type(error).__name__)
-            return Verdict(machine, _model_of(arguments), refused=True, reasons=[said])
+            model, words = _model_of(arguments), " ".join(f"{error}".split())
+            if isinstance(error, OSError) and not Path(model).is_dir():
+                way_out = "give a folder that has it, or HF_TOKEN for a gated model"
+                raise QuestionError(f"no config.json of {model}: {words}; {way_out}") from error
+            said = _said(words or type(error).__name__)
+            return Verdict(machine, model, refused=True, reasons=[said])
         return _weigh(server_args, model_config, described, asked)
 
 

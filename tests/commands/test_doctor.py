@@ -189,7 +189,7 @@ def test_a_native_module_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     )
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr.startswith("sglang-pat: its native module does not load: No module")
-    assert run.stderr.count("\n") == 1 and "run it outside the folder" in run.stderr
+    assert run.stderr.count("\n") == 1 and "run it outside of the checkout" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,7 @@ TREES = {
     [
         *(("--tree", spec, message) for spec, message in TREES.items()),
         ("--target", "h300", "--target 'h300' is not known; the GPUs are h200, h100"),
+        ("--head-dim", "96", "--head-dim is 96, on a GPU pat serves 64, 128, 256, 576: try"),
         ("--heads", "32", "--heads is '32', must be query heads / KV heads, as in 32/8"),
         ("--heads", "8/0", "--heads is '8/0', must be"),
         ("--draft-tokens", "0", "Target.draft_tokens is 0, must be from 1 to"),
@@ -244,7 +245,7 @@ def test_explain_draws_a_dumped_batch(tmp_path: Path, capsys: pytest.CaptureFixt
         return capsys.readouterr().out
 
     own = explained("--paths", str(file), "--batch", "2")
-    assert "cpu with 3 SMs or threads, as the server" in own
+    assert "cpu with 3 SMs or threads, 8/2 heads of dim 64, as the server" in own
     options = ["--target", "cpu", "--sms", "3", "--heads", "8/2", "--head-dim", "64"]
     same = explained("--tree", "2000(8x40)", *options)
     assert own.partition("planned for")[0] == same.partition("planned for")[0]

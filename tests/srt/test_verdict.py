@@ -297,5 +297,7 @@ def test_questions_that_make_no_sense(
         with pytest.raises(QuestionError, match=said):
             ask(LLAMA, *flags)
     assert capsys.readouterr().err == ""
+    with pytest.raises(QuestionError, match=r"no config.json of no/model: .*; give"):
+        judge(["--model-path", "no/model"], gpu="H100")
     verdict = judge(["--model-path", str(tmp_path)], gpu="H100")  # without a config.json
     assert verdict.refused and verdict.reasons[0].words.startswith("SGLang itself refuses: ")
