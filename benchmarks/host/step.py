@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from benchmarks.common.document import add_row, conditions
-from benchmarks.host.live import CACHES, LiveCache, changing_batches, text
+from benchmarks.host.live import LiveCache, changing_batches, text
 from sglang_pat.srt import hook
 from sglang_pat.srt.radix import SETTLE_STEPS
 from sglang_pat.srt.step import StepPlanner, known
@@ -168,7 +168,7 @@ def main() -> None:
     file = parser.parse_args().json
     cores = f"CPU, {len(os.sched_getaffinity(0))} cores"
     document = conditions("host", "benchmarks.host.step", cores, {}) | {"rows": []}
-    for kind in CACHES:
+    for kind in ("rust", "python"):  # those of SGLang's unified cache
         for queries in (64, 256):
             add_row(document, measure(kind, queries), file)
         for queries, turns in ((64, 1), (64, 10), (256, 1), (256, 10), (256, 30)):

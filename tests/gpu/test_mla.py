@@ -213,5 +213,5 @@ def test_refusals() -> None:
     refused("scale", scale=-0.1)
     refused("sinks", sinks=torch.zeros(16, device="cuda"))
     halves = inputs.to(torch.float16)
-    with pytest.raises(ValueError, match="bf16"):
+    with pytest.raises(ValueError, match="q is not bfloat16"):
         attend(halves, plan, workspace=workspace)

@@ -90,7 +90,7 @@ run() {
     latents_rows) limited 100 python3 -m benchmarks.kernel.latents --peers --json "$out/$step.json" ;;
     latents_ragged) limited 300 python3 -m benchmarks.kernel.latents --ragged --peers --json "$out/$step.json" ;;
     papers) limited 200 python3 -m benchmarks.papers --json "$out/$step.json" ;;
-    host) limited 120 python3 -m benchmarks.host.step --json "$out/$step.json" ;;
+    host) limited 200 python3 -m benchmarks.host.step --json "$out/$step.json" ;;
     llama) bench 580 --stream-interval 8 --model "${MODEL:-llama3-8b}" \
       --loads 8192x{1,128} 4096x64 '8*2048x16' 0x{64,256} ;;
     few) bench 400 --backends pat fa3 --stream-interval 8 --loads 0+2000x2 2000x4 6000x8 8192x64 ;;
