@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ def register() -> None:
 
     After the resolution of its arguments SGLang asks its registry for the backend that it would run
     without ``pat``: each entry gives ours over that one to a server that asked for ``pat``. SGLang
-    only logs what a plugin raises, so nothing is verified here: the launcher does that, and the
-    backend when it is made. No heavy module is imported before it is needed.
+    only logs what a plugin raises, so nothing else is verified here: the launcher does that, and
+    the backend when it is made. No heavy module is imported before it is needed.
     """
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
@@ -27,8 +28,13 @@ def register() -> None:
         add_attention_backend_choices,
     )
 
-    from sglang_pat.srt import hook, launch
-
+    try:
+        from sglang_pat.srt import hook, launch
+    except ImportError as error:  # no native module, say
+        # SGLang would log it, and end in hundreds of lines of usage as it does not know ``pat``.
+        if any(argument.rpartition("=")[2] == BACKEND for argument in sys.argv[1:]):
+            raise SystemExit(f"--attention-backend {BACKEND}: {error}") from None
+        raise
     if ATTENTION_BACKENDS.get(BACKEND) is launch.refuse_unresolved:
         return
     for name, of_sglang in list(ATTENTION_BACKENDS.items()):

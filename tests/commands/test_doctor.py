@@ -177,19 +177,30 @@ def test_every_program_and_command_prints_its_help(
 
 
 def test_a_native_module_that_does_not_load_is_one_line(tmp_path: Path) -> None:
-    """As in a checkout, whose folder has the sources only and comes first on the path."""
+    """As in a checkout, whose folder has the sources only and comes first on the path. SGLang goes
+    on for a server that does not ask for pat."""
     shutil.copytree(PACKAGE, tmp_path / "sglang_pat", ignore=shutil.ignore_patterns("_C.*.so"))
-    run = subprocess.run(
-        [sys.executable, "-m", "sglang_pat", "--version"],
-        cwd=tmp_path,
-        env={k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("sglang-pat: its native module does not load: No module")
-    assert run.stderr.count("\n") == 1 and "run it outside of the checkout" in run.stderr
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k not in ("PYTHONSAFEPATH", "PYTHONPATH")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    version = run("-m", "sglang_pat", "--version")
+    assert (version.returncode, version.stdout) == (1, "")
+    assert version.stderr.startswith("sglang-pat: its native module does not load: No module")
+    assert version.stderr.count("\n") == 1 and "run it outside of the checkout" in version.stderr
+    pytest.importorskip("sglang", reason="needs SGLang 0.5.23")
+    load = "import sglang.srt.plugins as p; p.load_plugins(); print('goes on')"
+    server = run("-c", load, "--attention-backend=pat")
+    assert (server.returncode, server.stdout) == (1, "")
+    assert "--attention-backend pat: sglang_pat has no native module" in server.stderr
+    assert run("-c", load, "--attention-backend=fa3").stdout == "goes on\n"
 
 
 @pytest.mark.parametrize(
