@@ -166,8 +166,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and conditions")
     file = parser.parse_args().json
+    settings = {"patched": hook.carries_requests()}
     cores = f"CPU, {len(os.sched_getaffinity(0))} cores"
-    document = conditions("host", "benchmarks.host.step", cores, {}) | {"rows": []}
+    document = conditions("host", "benchmarks.host.step", cores, settings) | {"rows": []}
     for kind in ("rust", "python"):  # those of SGLang's unified cache
         for queries in (64, 256):
             add_row(document, measure(kind, queries), file)
