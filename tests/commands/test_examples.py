@@ -32,9 +32,10 @@ LAYERS = 4  # of the model that the programs ask
 
 
 def _first_screen(language: str) -> list[str]:
-    """The commands of README's first block in that language; of a console those behind a ``$``."""
-    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    block = readme.partition(f"```{language}\n")[2].partition("```")[0]
+    """The commands of README's blocks in that language above the first heading below the title; of
+    a console those behind a ``$``."""
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    block = "".join(re.findall(rf"^```{language}\n(.*?)^```$", readme, re.M | re.S))
     if language == "console":
         return re.findall(r"^\$ (.*(?:\n {4}.*)*)", block, re.M)
     return [" ".join(line.split()) for line in block.replace("\\\n", " ").splitlines()]
