@@ -62,7 +62,7 @@ build/venv/ready: pyproject.toml | .venv/bin/python
 	@touch $@
 
 build/wheel/ready: build/venv/ready README.md LICENSE $(PACKAGE_SOURCES)
-	@echo 'building the wheel'
+	@echo 'building the wheel (minutes; PAT_CUDA=OFF leaves out the CUDA kernels)'
 	@rm -rf build/wheel
 	@build/venv/bin/pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	@touch $@
