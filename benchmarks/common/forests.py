@@ -196,20 +196,17 @@ def forest(kind: str, seed: int) -> Forest:
     return grown.shuffled()
 
 
-def skew(seed: int) -> Forest:
+def skew(grown: _Growing) -> None:
     """One long request beside many short ones on a prefix."""
-    grown = _Growing("skew", seed)
     shared = grown.below([], grown.rng.randint(200, 2000))
     for _ in range(grown.rng.randint(20, 200)):
         grown.query(shared, grown.rng.randint(4, 200))
     grown.query([], grown.rng.randint(16_384, 65_536))
-    return grown.shuffled()
 
 
-def samples(seed: int) -> Forest:
+def samples(grown: _Growing) -> None:
     """Samples of several prompts, which may share a system prompt; every sample has come to an end
     of its own."""
-    grown = _Growing("samples", seed)
     rng = grown.rng
     system = rng.choice((0, 500))
     root = grown.below([], system) if system else []
@@ -218,24 +215,20 @@ def samples(seed: int) -> Forest:
         prompt = grown.below(root, rng.randint(256, 6000))
         for _ in range(each):
             grown.query(prompt, rng.randint(1, 1000))
-    return grown.shuffled()
 
 
-def documents(seed: int) -> Forest:
+def documents(grown: _Growing) -> None:
     """Questions on documents behind a system prompt; a few of these are asked about often."""
-    grown = _Growing("documents", seed)
     rng = grown.rng
     system = grown.below([], rng.randint(100, 1000))
     texts = [grown.below(system, rng.randint(1000, 8000)) for _ in range(rng.randint(4, 40))]
     popular = [1 / rank for rank in range(1, len(texts) + 1)]
     for text in rng.choices(texts, popular, k=rng.randint(16, 256)):
         grown.query(text, rng.randint(20, 800))
-    return grown.shuffled()
 
 
-def turns(seed: int) -> Forest:
+def turns(grown: _Growing) -> None:
     """Conversations on a system prompt, each turn a node; one of four goes on in four ways."""
-    grown = _Growing("turns", seed)
     rng = grown.rng
     system = grown.below([], rng.randint(500, 4000))
     for _ in range(rng.randint(8, 64)):
@@ -244,7 +237,6 @@ def turns(seed: int) -> Forest:
             path = grown.below(path, rng.randint(20, 400))
         for _ in range(rng.choice((1, 1, 1, 4))):
             grown.query(path, rng.randint(1, 200))
-    return grown.shuffled()
 
 
 def few() -> list[Forest]:
@@ -262,8 +254,15 @@ def few() -> list[Forest]:
     return found
 
 
+def drawn(draw: Callable[[_Growing], None], seed: int) -> Forest:
+    """What ``draw`` grows; its name is the family's."""
+    grown = _Growing(draw.__name__, seed)
+    draw(grown)
+    return grown.shuffled()
+
+
 def all_forests() -> list[Forest]:
     """Every batch, family by family."""
     found = [forest(kind, seed) for kind in LENGTHS for seed in SEEDS]
-    drawn = (skew, samples, documents, turns)
-    return found + [draw(seed) for draw in drawn for seed in SEEDS] + few()
+    families = (skew, samples, documents, turns)
+    return found + [drawn(draw, seed) for draw in families for seed in SEEDS] + few()

@@ -122,9 +122,12 @@ def _batch(arguments: argparse.Namespace) -> tuple[Requests, Target, str]:
         return requests, *make_target(arguments, len(requests.seq_lens))
     target = dump.target
     device = dump.header.get("device", "unknown")
-    shape = f"{target.num_q_heads}/{target.num_kv_heads} heads of dim {target.head_dim}"
     machine = f"{device} with {target.num_sms} SMs or threads"
-    return requests, target, f"{machine}, {shape}, as the server"
+    return requests, target, f"{machine}, {_heads_of(target)}, as the server"
+
+
+def _heads_of(target: Target) -> str:
+    return f"{target.num_q_heads}/{target.num_kv_heads} heads of dim {target.head_dim}"
 
 
 def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target, str]:
@@ -156,10 +159,10 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         "policy": config.policy,
         **({"kv_bytes": 1} if kv_dtype == "fp8_e4m3" else {}),
     }
-    shape = f"{heads} heads of dim {head_dim}"
     if name.lower() == "cpu":
         threads = _CPU_THREADS if sms is None else sms
-        return Target.cpu(threads=threads, **options), f"a CPU with {threads} threads, {shape}"
+        target = Target.cpu(threads=threads, **options)
+        return target, f"a CPU with {threads} threads, {_heads_of(target)}"
     try:
         machine = machine_of(name)
     except ValueError as error:
@@ -169,4 +172,4 @@ def make_target(arguments: argparse.Namespace, num_queries: int) -> tuple[Target
         dims = ", ".join(map(str, served))
         raise ValueError(f"--head-dim is {head_dim}, on a GPU pat serves {dims}: try --target cpu")
     target = Target.gpu(machine, **options, **({} if sms is None else {"num_sms": sms}))
-    return target, f"{machine.name} with {target.num_sms} SMs, {shape}"
+    return target, f"{machine.name} with {target.num_sms} SMs, {_heads_of(target)}"

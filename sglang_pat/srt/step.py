@@ -19,9 +19,10 @@ which changes the batch. What a released request shared, the others keep locked.
 
 Lengths are on the host before a decode step runs. Where SGLang overlaps the scheduler with the GPU
 and speculates, how many draft tokens the last verify step accepted is known on the GPU only. The
-host then has bounds of each request (``kv`` in SGLang 0.5.23's ``srt/managers/schedule_batch.py``):
-the tokens that were committed when it last looked, at most one step ago, and twice the draft tokens
-more, those of that step and of the one to come, as far as it has slots for them.
+host then has bounds of each request (``kv`` in SGLang 0.5.23's ``srt/managers/schedule_batch.py``).
+It knows the tokens that were committed when it last looked, at most one step ago. To these come the
+draft tokens of the step to come and, at most, those of the step that it has not seen; and a request
+never has more tokens than slots.
 """
 
 from __future__ import annotations

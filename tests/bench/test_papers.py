@@ -11,7 +11,7 @@ from kit.bench import CpuClock, replace_device
 from kit.pieces import check_pieces
 
 from benchmarks import papers
-from benchmarks.common.forests import PAPER_TREES, Forest, Tree, forest, samples
+from benchmarks.common.forests import PAPER_TREES, Forest, Tree, drawn, forest, samples
 from benchmarks.kernel.floor import Heads
 from benchmarks.papers import NAMES, measure, padding, plan_by
 from benchmarks.tiles import LATENCY_NS, OTHER_REGISTERS, SIZES, Hardware, Tile, main, solve
@@ -53,7 +53,9 @@ def starts(name: str, paths: list[PathNodes], length: int, **machine: Any) -> li
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "batch", [*PAPER_TREES[3::5], forest("uniform", 0), forest("zipf", 3), samples(1)], ids=str
+    "batch",
+    [*PAPER_TREES[3::5], forest("uniform", 0), forest("zipf", 3), drawn(samples, 1)],
+    ids=str,
 )
 def test_every_token_is_read_once(name: str, batch: Tree | Forest) -> None:
     assert all(read_by(name, batch))

@@ -46,8 +46,9 @@ without_datasets() {
 }
 bench() { # SECONDS ARGUMENT...: the serving benchmark, which ends in time by itself
   without_datasets
-  limited "$1" python3 -m benchmarks.serving --runs 3 "${@:2}" \
-    --folder "$work/$step" --json "$out/$step.json" --budget-s $((${LIMIT:-$1} - 25))
+  # The arguments come last: --server-args takes all that follows it.
+  limited "$1" python3 -m benchmarks.serving --folder "$work/$step" --json "$out/$step.json" \
+    --budget-s $((${LIMIT:-$1} - 25)) --runs 3 "${@:2}"
 }
 rows() { # SECONDS ARGUMENT... of the kernel benchmark, beside its peers
   limited "$1" python3 -m benchmarks.kernel "${@:2}" \
@@ -93,8 +94,11 @@ run() {
     host) limited 200 python3 -m benchmarks.host.step --json "$out/$step.json" ;;
     llama) bench 580 --stream-interval 8 --model "${MODEL:-llama3-8b}" \
       --loads 8192x{1,128} 4096x64 '8*2048x16' 0x{64,256} ;;
-    few) bench 400 --backends pat fa3 --stream-interval 8 --loads 0+2000x2 2000x4 6000x8 8192x64 ;;
-    private) bench 300 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads 1024+512x256 ;;
+    # Few requests, private tails, agents, rollouts, forks and a trace: one start for all.
+    traffic) bench 580 --runs 2 --backends pat fa3 --pool-tokens 262144 \
+      --loads 6000x8 0+2000x2 2000x4 8192x64 1024+512x256 '3000+4*1200x64' rollouts:10x16 forks:8x6 \
+      "--dataset-name mooncake --dataset-path $kit/mooncake_conversation.jsonl --num-prompts ${REQUESTS:-150}" \
+      --server-args --json-model-override-args '{"max_position_embeddings": 131072}' ;;
     fp8_kv) bench 300 --runs 2 --backends pat fa3 --kv-cache-dtype fp8_e4m3 --loads 8192x128 0x64 ;;
     tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
@@ -108,10 +112,6 @@ run() {
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
       --loads '3000+4*1200x'{8,16,32,64,96,128} --model "${MODEL:-llama3-8b}" ;;
-    shared) bench 580 --runs 2 --backends pat fa3 --pool-tokens 262144 --loads rollouts:10x16 forks:8x6 ;;
-    trace) bench 400 --runs 1 --backends pat fa3 --pool-tokens 262144 --loads 0x64 \
-      "--dataset-name mooncake --dataset-path $kit/mooncake_conversation.jsonl --num-prompts ${REQUESTS:-150}" \
-      --server-args --json-model-override-args '{"max_position_embeddings": 131072}' ;;
     router) without_datasets
       limited 400 python3 -m gpu_serving.router --folder "$work/router" --json "$out/router.json" ;;
     demo) limited 240 python3 -m sglang_pat demo ;;
