@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention by its definition, one row at a time: what executors are compared with."""
+"""Decode attention by its definition: what executors are compared with."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+
+MOST = 1 << 23  # elements of the keys of a chunk of rows
 
 
 def attention(
@@ -33,30 +35,51 @@ def attention(
     base 2, both of ``dtype``; for a sequence of no tokens 0 and -inf, or its sink.
     """
     num_rows, num_q_heads, _ = q.shape
-    group = num_q_heads // k_cache.shape[1]
+    num_kv_heads, head_dim = k_cache.shape[1:]
+    group = num_q_heads // num_kv_heads
     out = q.new_zeros((num_rows, num_q_heads, v_cache.shape[2]), dtype=dtype)
-    sink = torch.full((num_q_heads, 1), -math.inf, dtype=dtype, device=q.device)
+    sink = torch.full((num_q_heads,), -math.inf, dtype=dtype, device=q.device)
     if sinks is not None:
-        sink = sinks.to(sink)[:, None]
-    lse = (sink.mT / math.log(2)).repeat(num_rows, 1)
-    of_rows, lens = rows.tolist(), seq_lens.tolist()
-    for i in range(num_rows):
-        query, draft = divmod(i, draft_tokens)
-        first = lens[query] - draft_tokens  # position of the first draft token
-        attended = list(range(max(0, first + 1 + draft)))
-        if draft_masks is not None and lens[query]:
-            mask = int(draft_masks[query, draft]) | 1
-            attended = [t for t in range(lens[query]) if t < first or mask >> (t - first) & 1]
-        if not attended:
-            continue
-        slots = req_to_token[of_rows[query], attended].long()
-        keys = (k_cache[slots].to(dtype) * k_scale).repeat_interleave(group, dim=1)
-        values = (v_cache[slots].to(dtype) * v_scale).repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,thd->ht", q[i].to(dtype), keys) * scale
+        sink = sinks.to(sink)
+    lse = (sink / math.log(2)).repeat(num_rows, 1)
+    lens = seq_lens.to(q.device).long().repeat_interleave(draft_tokens)
+    # Rows of like lengths together, as a chunk is as wide as its longest.
+    todo = lens.argsort(descending=True)
+    while len(todo) and (width := int(lens[todo[0]])):
+        count = max(1, MOST // (width * num_kv_heads * head_dim))
+        some, todo = todo[:count], todo[count:]
+        seen = attended(some, lens[some], width, draft_tokens, draft_masks)
+        some, seen = some[seen.any(dim=1)], seen[seen.any(dim=1)]
+        slots = req_to_token[rows[some // draft_tokens], :width].long()
+        hidden = ~seen[..., None, None]
+        keys = (k_cache[slots].to(dtype) * k_scale).masked_fill(hidden, 0)
+        values = (v_cache[slots].to(dtype) * v_scale).masked_fill(hidden, 0)
+        grouped = q[some].to(dtype).view(len(some), num_kv_heads, group, head_dim)
+        scores = torch.einsum("nhgd,nthd->nhgt", grouped, keys).flatten(1, 2) * scale
         if logit_cap > 0:
             scores = logit_cap * torch.tanh(scores / logit_cap)
-        scores = torch.cat([scores, sink], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[:, :-1]
-        out[i] = torch.einsum("ht,thd->hd", weights, values)
-        lse[i] = torch.logsumexp(scores, dim=-1) / math.log(2)
+        scores = scores.masked_fill(~seen[:, None], -math.inf)
+        scores = torch.cat([scores, sink[None, :, None].expand(len(some), -1, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :-1]
+        weights = weights.reshape(len(some), num_kv_heads, group, width)
+        out[some] = torch.einsum("nhgt,nthd->nhgd", weights, values).flatten(1, 2)
+        lse[some] = torch.logsumexp(scores, dim=-1) / math.log(2)
     return out, lse
+
+
+def attended(
+    rows: torch.Tensor,
+    lens: torch.Tensor,
+    width: int,
+    draft_tokens: int,
+    draft_masks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Which of the first ``width`` tokens some rows of q attend to, bool [N, width]; ``lens``: of
+    the sequences of these rows."""
+    query, draft = rows // draft_tokens, rows % draft_tokens
+    # 0 for the first draft token of a sequence, and negative before it
+    drafted = torch.arange(width, device=rows.device) - (lens - draft_tokens)[:, None]
+    if draft_masks is None:
+        return drafted <= draft[:, None]
+    bits = (draft_masks[query, draft] | 1)[:, None] >> drafted.clamp(0, 63) & 1
+    return (drafted < 0) | (drafted < draft_tokens) & bits.bool()

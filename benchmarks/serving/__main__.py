@@ -94,7 +94,7 @@ def run(options: argparse.Namespace, until: float) -> None:
     if options.show:
         print("\n".join(commands(model, options, arguments, loads)))
         return
-    settings = {n: each for n, each in os.environ.items() if n.startswith("SGLANG_PAT_")}
+    settings = {n: each for n, each in os.environ.items() if n.startswith("SGLANG_")}
     on_cpu = options.device == "cpu"
     device = f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
     document = conditions("serving", "benchmarks.serving", device, settings)

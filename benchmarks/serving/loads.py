@@ -75,8 +75,8 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
     Raises:
         ValueError: ``text`` is no load, or one without requests; with examples of loads.
     """
-    if text.startswith("--"):
-        return Load(text, tuple(shlex.split(text)))
+    if text.startswith("--"):  # maybe a trace with arrivals, which has no steady time
+        return Load(text, tuple(shlex.split(text)), program=WHOLE_RUN)
     if found := _TEAM.fullmatch(text):
         sizes = tuple(map(int, found.groups()))
         return _talks(text, folder / "agents", sizes, output=(ANSWER_TOKENS, ANSWER_TOKENS))

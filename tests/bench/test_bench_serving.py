@@ -182,11 +182,11 @@ def test_the_commands_are_shown_as_sglang_takes_them(
     server_args = pytest.importorskip("sglang.srt.server_args", reason="needs SGLang 0.5.23")
     parser = argparse.ArgumentParser()
     server_args.ServerArgs.add_cli_args(parser)
-    flags = ["--loads", "0x64", "rollouts:1x2", "forks:1x2x20", "--tp", "2"]
+    flags = ["--loads", "0x64", "rollouts:1x2", "forks:1x2x20", "--seed 3", "--tp", "2"]
     flags += ["--kv-cache-dtype", "fp8_e4m3", "--server-args", "--enable-metrics"]
     assert command.main(["--show", "--folder", str(tmp_path), *flags]) == 0
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 6
+    assert len(lines) == 7
     for line, backend in zip(lines[:3], command.BACKENDS, strict=True):
         assert line[2] == "sglang.launch_server" and line.pop(line.index(backend))
         line.remove("--attention-backend")  # this process's SGLang need not know pat
@@ -194,7 +194,10 @@ def test_the_commands_are_shown_as_sglang_takes_them(
         assert (served.kv_cache_dtype, served.tp_size, served.stream_interval) == ("fp8_e4m3", 2, 8)
         assert served.enable_metrics and served.incremental_streaming_output
     steady = "sglang.benchmark.steady_state_serving"
-    programs = ((steady, "0.8"), (steady, "0.001"), ("benchmarks.serving.forks", "0.001"))
+    programs = (
+        *((steady, "0.8"), (steady, "0.001")),
+        *(("benchmarks.serving.forks", "0.001"), (steady, "0.001")),
+    )
     for line, (client, ratio) in zip(lines[3:], programs, strict=True):
         assert line[2:5] == [client, "--steady-state-concurrency-ratio", ratio]
         assert asked(line[5:], monkeypatch).port == 30_000

@@ -71,21 +71,36 @@ ROWS = [
 if torch.cuda.device_count() > 1:
     two = ("qwen3-fa3-tp2", "qwen3-pat-tp2")
     ROWS.append(Row("qwen3-pat-tp2_right", RIGHT, plain=two, loads=("multi_level", "disjoint")))
-AnswersOf = Callable[[str, Sequence[str]], list[Answer]]
+
+
+@dataclass(frozen=True)
+class Twice:
+    """Answers to the same prompts: cold, and when prompts are cached and NGRAM drafts them."""
+
+    cold: list[Answer]
+    warm: list[Answer]
+
+    def repeated(self) -> list[Answer]:
+        """Those that were given both times: of others NGRAM's drafts, which are what was answered
+        before, are wrong from the first near-tie on that a batch of other requests decides."""
+        pairs = zip(self.cold, self.warm, strict=True)
+        return [warm for cold, warm in pairs if warm.tokens == cold.tokens]
+
+
+AnswersOf = Callable[[str, Sequence[str]], Twice]
 
 
 @pytest.fixture(scope="session")
 def answers_of(server: Fleet) -> AnswersOf:
-    """A server's answers to some loads, when their prompts are cached, and NGRAM's drafts with
-    them; once."""
-    known: dict[tuple[str, Sequence[str]], list[Answer]] = {}
+    """A server's answers to some loads, asked once for all tests."""
+    known: dict[tuple[str, Sequence[str]], Twice] = {}
 
-    def find(name: str, loads: Sequence[str]) -> list[Answer]:
+    def ask(name: str, loads: Sequence[str]) -> list[Answer]:
+        return [answer for load in loads for answer in answers(server(name), LOADS[load])]
+
+    def find(name: str, loads: Sequence[str]) -> Twice:
         if (name, loads) not in known:
-            for load in loads:
-                answers(server(name), LOADS[load])
-            found = [answers(server(name), LOADS[load]) for load in loads]
-            known[name, loads] = [answer for each in found for answer in each]
+            known[name, loads] = Twice(ask(name, loads), ask(name, loads))
         return known[name, loads]
 
     return find
@@ -112,9 +127,11 @@ def test_answers(row: Row, server: Fleet, answers_of: AnswersOf) -> None:
     are to fa3's without, where states are verified: SGLang then takes the steps of linear attention
     in another order, with any backend."""
     one = server(row.ours)
-    ours, counted = one.counted(answers_of, row.ours, row.loads)
-    plain, ours_plain = (answers_of(name, row.loads) for name in row.plain)
-    theirs = answers_of(row.peer, row.loads) if row.peer else []
+    asked, counted = one.counted(answers_of, row.ours, row.loads)
+    ours = asked.warm
+    plain, ours_plain = (answers_of(name, row.loads).warm for name in row.plain)
+    of_peer = answers_of(row.peer, row.loads) if row.peer else Twice([], [])
+    theirs = of_peer.warm
     if row.ours.startswith("mtp"):
         distance, limit = apart(ours, theirs), apart(theirs, plain)
     else:
@@ -123,9 +140,12 @@ def test_answers(row: Row, server: Fleet, answers_of: AnswersOf) -> None:
     least, most = row.tokens
     assert distance.about_as_small_as(limit)
     assert least < accepted(ours) < most
-    # A draft token that saw a wrong one, or not all of those before it, would be refused. NGRAM's
-    # drafts are what was answered before: there a near-tie, which depends on the batch, counts.
-    slack = 0.5 if "ngram" in row.ours else 0.1
+    # A draft token that saw a wrong one, or not all of those before it, would be refused.
+    if "ngram" in row.ours:
+        ours, theirs, slack = asked.repeated(), of_peer.repeated(), 0.5
+    else:
+        slack = 0.1
+    print(f"{row}: {accepted(ours):.2f} tokens a step, {accepted(theirs):.2f} of the peer's")
     assert not theirs or accepted(ours) > accepted(theirs) - slack
     assert counted.verify_steps > 0 and (counted.packed_steps > 0) == row.packs
     assert not counted.fallbacks and not counted.base_layers
@@ -144,7 +164,6 @@ def test_plans_outlive_verify_steps(row: Row, server: Fleet) -> None:
     assert counted.plans_made < 0.25 * counted.verify_steps
     assert 0 < counted.kv_tokens_read < counted.kv_tokens_unpacked
     assert not counted.fallbacks
-    assert "draft worker's attention is SGLang's own" in one.text()
 
 
 @pytest.mark.parametrize("row", [FIRST], ids=str)
@@ -152,7 +171,7 @@ def test_requests_that_come_and_go(row: Row, server: Fleet, answers_of: AnswersO
     """Long and short requests side by side, some of them aborted: the answers stay what they were,
     and nothing falls back."""
     one = server(row.ours)
-    plain, ours_plain = (answers_of(name, row.loads) for name in row.plain)
+    plain, ours_plain = (answers_of(name, row.loads).warm for name in row.plain)
     before = one.counters()
     rids = [f"abort-{i}" for i in range(4)]
     with ThreadPoolExecutor() as pool:
