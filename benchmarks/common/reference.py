@@ -7,7 +7,7 @@ import math
 
 import torch
 
-MOST = 1 << 23  # elements of the keys of a chunk of rows
+MOST_KEYS = 1 << 23  # elements of the keys that a chunk of rows gathers
 
 
 def attention(
@@ -43,13 +43,14 @@ def attention(
         sink = sinks.to(sink)
     lse = (sink / math.log(2)).repeat(num_rows, 1)
     lens = seq_lens.to(q.device).long().repeat_interleave(draft_tokens)
-    # Rows of like lengths together, as a chunk is as wide as its longest.
+    # A chunk is as wide as its longest row, so it takes rows of about the same length.
     todo = lens.argsort(descending=True)
     while len(todo) and (width := int(lens[todo[0]])):
-        count = max(1, MOST // (width * num_kv_heads * head_dim))
+        count = max(1, MOST_KEYS // (width * num_kv_heads * head_dim))
         some, todo = todo[:count], todo[count:]
         seen = attended(some, lens[some], width, draft_tokens, draft_masks)
-        some, seen = some[seen.any(dim=1)], seen[seen.any(dim=1)]
+        attends = seen.any(dim=1)
+        some, seen = some[attends], seen[attends]
         slots = req_to_token[rows[some // draft_tokens], :width].long()
         hidden = ~seen[..., None, None]
         keys = (k_cache[slots].to(dtype) * k_scale).masked_fill(hidden, 0)

@@ -75,7 +75,7 @@ def parse(text: str, *, output: int, folder: Path) -> Load:
     Raises:
         ValueError: ``text`` is no load, or one without requests; with examples of loads.
     """
-    if text.startswith("--"):  # maybe a trace with arrivals, which has no steady time
+    if text.startswith("--"):  # a trace, say: requests that arrive over time have no steady state
         return Load(text, tuple(shlex.split(text)), program=WHOLE_RUN)
     if found := _TEAM.fullmatch(text):
         sizes = tuple(map(int, found.groups()))

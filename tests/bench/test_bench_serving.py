@@ -193,11 +193,8 @@ def test_the_commands_are_shown_as_sglang_takes_them(
         served = parser.parse_args(line[3:])
         assert (served.kv_cache_dtype, served.tp_size, served.stream_interval) == ("fp8_e4m3", 2, 8)
         assert served.enable_metrics and served.incremental_streaming_output
-    steady = "sglang.benchmark.steady_state_serving"
-    programs = (
-        *((steady, "0.8"), (steady, "0.001")),
-        *(("benchmarks.serving.forks", "0.001"), (steady, "0.001")),
-    )
+    steady, forks = "sglang.benchmark.steady_state_serving", "benchmarks.serving.forks"
+    programs = ((steady, "0.8"), (steady, "0.001"), (forks, "0.001"), (steady, "0.001"))
     for line, (client, ratio) in zip(lines[3:], programs, strict=True):
         assert line[2:5] == [client, "--steady-state-concurrency-ratio", ratio]
         assert asked(line[5:], monkeypatch).port == 30_000

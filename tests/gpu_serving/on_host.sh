@@ -63,12 +63,12 @@ run() {
       done
       if [ -e "$kit/flashmla.tgz" ]; then tar xzf "$kit/flashmla.tgz" -C "$site"; fi
       if [ -e "$kit/jit.tar.xz" ]; then tar xJf "$kit/jit.tar.xz" -C "$HOME"; fi
-      python3 -m compileall -q -j 0 "$site" >/dev/null # else each process compiles 7,000 modules
+      python3 -m compileall -q -j 0 "$site" >/dev/null # or each process compiles 7,000 modules
       if [ -e "$kit/smollm2.00" ]; then
         cat "$kit"/smollm2.?? | tar xf - -C "$site" && python3 -m sglang_pat.demo.smollm2
       fi
       python3 -m sglang_pat doctor ;;
-    # With object files: without them ninja compiles all anew.
+    # Object files are kept, as ninja would compile all anew without them.
     keep) (cd "$HOME" && tar cf - .cache/sglang .cache/flashinfer | xz -T0 >"$out/jit.tar.xz") ;;
     gpu) tests 330 ${GPU_WORKERS:+-n "$GPU_WORKERS"} tests/gpu ;;
     warm) tests 280 $at/test_pairs.py -k 'ratio7 or flashinfer_prefill' ;;

@@ -81,8 +81,8 @@ class Twice:
     warm: list[Answer]
 
     def repeated(self) -> list[Answer]:
-        """Those that were given both times: of others NGRAM's drafts, which are what was answered
-        before, are wrong from the first near-tie on that a batch of other requests decides."""
+        """The warm answers that equal the cold ones. NGRAM drafts what was answered before: where
+        a near-tie falls otherwise in the warm batch, the drafts behind it are wrong."""
         pairs = zip(self.cold, self.warm, strict=True)
         return [warm for cold, warm in pairs if warm.tokens == cold.tokens]
 
