@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Document = dict[str, Any]
 PACKAGES = ("sglang-pat", "sglang", "torch", "sglang-kernel", "flashinfer-python")
 
@@ -32,6 +34,12 @@ def conditions(kind: str, module: str, device: str, settings: Mapping[str, Any])
         "versions": versions,
         "settings": dict(settings),
     }
+
+
+def device_name(device: str) -> str:
+    """The GPU for "cuda", else how many threads of the CPU torch takes."""
+    on_gpu = device == "cuda"
+    return torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
 
 
 def heading(document: Document) -> list[str]:

@@ -21,9 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from benchmarks.common.document import Document, conditions, heading, read, write
+from benchmarks.common.document import Document, conditions, device_name, heading, read, write
 from benchmarks.serving.loads import DEFAULT_LOADS, Load, parse, write_trace
 from benchmarks.serving.model import SHAPES, open_model
 from benchmarks.serving.servers import ClientError, ask, serve
@@ -95,8 +93,7 @@ def run(options: argparse.Namespace, until: float) -> None:
         print("\n".join(commands(model, options, arguments, loads)))
         return
     settings = {n: each for n, each in os.environ.items() if n.startswith("SGLANG_")}
-    on_cpu = options.device == "cpu"
-    device = f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
+    device = device_name(options.device)
     document = conditions("serving", "benchmarks.serving", device, settings)
     document |= {"loads": {load.name: shlex.join(load.arguments) for load in loads}, "rows": []}
     print(f"starting {', '.join(options.backends)}; logs in {folder}", flush=True)

@@ -28,6 +28,7 @@ from kit.chats import Library, Reader
 from serving.server import Answer
 from serving.workloads import Prompt
 
+from benchmarks.common.document import conditions, device_name, write
 from sglang_pat.demo.counters import Counters
 from sglang_pat.demo.server import ServerError
 
@@ -228,10 +229,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         found = measure(options.device, names, options.chats, options.seconds, folder)
-    text = json.dumps(found, indent=1)
-    if options.json:
-        options.json.write_text(text + "\n")
-    print(text)
+    document = conditions("real", "gpu_serving.real", device_name(options.device), {})
+    write(document | {"found": found}, options.json)
+    print(json.dumps(found, indent=1))
     return 1 if any(each["failures"] for each in found.values()) else 0
 
 

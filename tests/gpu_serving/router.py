@@ -12,7 +12,7 @@ from pathlib import Path
 
 from serving.test_router import POLICIES, Router
 
-from benchmarks.common.document import conditions, heading, write
+from benchmarks.common.document import conditions, device_name, heading, write
 from benchmarks.serving.__main__ import make_parser, server_arguments
 from benchmarks.serving.loads import parse
 from benchmarks.serving.model import open_model
@@ -58,7 +58,7 @@ def main() -> None:
             process.start()
         for process in processes:
             process.wait_until_ready()
-        document = conditions("router", "gpu_serving.router", options.device, {})
+        document = conditions("router", "gpu_serving.router", device_name(options.device), {})
         document |= {"load": load.name, "rows": []}
         print("\n".join(heading(document)), flush=True)
         for run in range(-1, options.runs):  # the first one warms up

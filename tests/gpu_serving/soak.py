@@ -37,6 +37,7 @@ from kit.chats import Library, Reader
 from serving.server import Config, ServingServer
 from serving.workloads import VOCAB, Prompt, random_prompt, text_of
 
+from benchmarks.common.document import conditions, device_name, write
 from sglang_pat.demo.model import make_model
 from sglang_pat.demo.smollm2 import model_folder
 
@@ -301,7 +302,7 @@ def soak(
     ):
         if (found := sum(row[name] for row in rows.values())) < least:
             wrong.append(f"{found} {name}, want {least}")
-    return {"device": device, "servers": rows, "held": held, "failures": wrong}
+    return {"servers": rows, "held": held, "failures": wrong}
 
 
 def _launch_all_moves(server: ServingServer) -> None:
@@ -420,10 +421,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.logs or Path(temporary)
         summary = soak(options.device, scale, folder, drafts=options.drafts, real=options.real)
-    text = json.dumps(summary)
-    if options.json:
-        options.json.write_text(text + "\n")
-    print(text)
+    document = conditions("soak", "gpu_serving.soak", device_name(options.device), {})
+    write(document | summary, options.json)
+    print(json.dumps(summary))
     return 1 if summary["failures"] else 0
 
 
