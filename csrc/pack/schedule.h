@@ -169,25 +169,26 @@ class Scheduler {
   // Makes the branches of a cut in other_. Returns false if there are none, if they cannot take the
   // least time, or if they do not fit the buffers.
   bool make_branches(const Batch& batch, const Cut& cut) {
-    // A branch of one query reads what a single item does, and takes up to 8 % longer.
-    if (batch.tree.nodes.empty() || cut.branch_rows < 2 * target_.group()) return false;
-    if (cut.ends && !cut_ends(batch, cut)) return false;
+    const int32_t queries = cut.branch_rows / target_.group();  // of a branch, at most
+    // A single item reads the tokens of one query in less time than a branch (docs/lessons.md).
+    if (batch.tree.nodes.empty() || queries < 2) return false;
+    if (cut.ends && !cut_ends(batch, cut, queries)) return false;
     if (!cut.ends && !std::exchange(ordered_, true)) {
       order_.read(batch.tree, batch.seq_lens, batch.num_queries);
     }
-    const int64_t branch_tokens = other_.brancher.cut(
-        cut.ends ? end_order_ : order_, cut.limit, cut.branch_rows / target_.group(), other_.packs,
-        cut.ends ? &ends_.taken() : nullptr);
+    const int64_t branch_tokens =
+        other_.brancher.cut(cut.ends ? end_order_ : order_, cut.limit, queries, other_.packs,
+                            cut.ends ? &ends_.taken() : nullptr);
     return branch_tokens > 0 && judge_.least_seconds(branch_tokens) < least_s_ &&
            other_.brancher.build(target_);
   }
 
-  // Cuts the tree for branches at the ends of its nodes. Returns false if there are none, or where
-  // row tiles of fewer rows take less time, so that tails had better be items of their own.
-  bool cut_ends(const Batch& batch, const Cut& cut) {
+  // Cuts the tree for branches of at most so many queries at the ends of its nodes. Returns false
+  // if there are none, or where row tiles of fewer rows take less time, so that tails had better be
+  // items of their own.
+  bool cut_ends(const Batch& batch, const Cut& cut, int32_t queries) {
     if (target_.row_tiles.size() > 1) return false;
-    other_.take(ends_.list(target_, batch.tree, batch.seq_lens, batch.num_queries,
-                           cut.branch_rows / target_.group()));
+    other_.take(ends_.list(target_, batch.tree, batch.seq_lens, batch.num_queries, queries));
     if (!ends_.cut(other_.piece_tokens(cut, target_))) return false;
     end_order_.read(ends_.tree(), batch.seq_lens, batch.num_queries);
     return true;
