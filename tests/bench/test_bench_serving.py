@@ -258,7 +258,12 @@ def test_backends_take_turns_and_the_first_run_is_not_told(
 
 # Two servers on a CPU, driven by SGLang's own client.
 BOTH = ["pat", "torch_native"]
-RUN = ["rollouts:2x4x48", "forks:1x2x200"]  # one of each dataset
+# One of each dataset, and answers that are the end of a text 9 times, which has no text of its own.
+ENDS = {"max_new_tokens": 9, "ignore_eos": True, "logit_bias": {"0": 100}}
+GROUP = "--dataset-name generated-shared-prefix --gsp-num-groups 1 --gsp-prompts-per-group 4"
+GROUP += " --gsp-system-prompt-len 256 --gsp-question-len 8 --gsp-output-len 9 --tokenize-prompt"
+GROUP += f" --extra-request-body {shlex.quote(json.dumps({'sampling_params': ENDS}))}"
+RUN = ["rollouts:2x4x48", "forks:1x2x200", GROUP]
 VOCAB = 512
 
 
@@ -279,12 +284,12 @@ def test_loads_run_on_two_servers(
     rows = json.loads(file.read_text())["rows"]
     pairs = [(load, backend) for load in RUN for backend in BOTH]
     assert [(row["load"], row["backend"]) for row in rows] == pairs
-    lengths: dict[str, int] = {}
+    lengths = {GROUP: 4 * 9}
     for row in rows:
         # On a loaded machine several tokens may arrive at once, so the median may be 0.
         assert row["p99_itl_ms"] > 0 and row["median_tpot_ms"] > 0 and row["median_ttft_ms"] > 0
         assert row["steady"]["output_throughput"] > 0
-        assert row["completed"] == {RUN[0]: 8, RUN[1]: 12}[row["load"]]
+        assert row["completed"] == {RUN[0]: 8, RUN[1]: 12, GROUP: 4}[row["load"]]
         # Both backends get the same answers' lengths.
         tokens = row["total_output_tokens"]
         assert tokens == lengths.setdefault(row["load"], tokens)
