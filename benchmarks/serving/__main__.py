@@ -117,7 +117,7 @@ def server_arguments(options: argparse.Namespace, model: Path) -> list[str]:
         *("--max-total-tokens", str(options.pool_tokens), "--max-running-requests", requests),
         *("--stream-interval", str(options.stream_interval)),
         "--incremental-streaming-output",  # the client, one thread, reads all of it
-        # The client learns of tokens only from events that have a text.
+        # The client counts the tokens of events that have a text, which special tokens lack.
         *("--preferred-sampling-params", '{"skip_special_tokens": false}'),
         *(() if any(model.glob("*.safetensors")) else ("--load-format", "dummy")),
     ]

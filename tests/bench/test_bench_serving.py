@@ -258,12 +258,11 @@ def test_backends_take_turns_and_the_first_run_is_not_told(
 
 # Two servers on a CPU, driven by SGLang's own client.
 BOTH = ["pat", "torch_native"]
-# One of each dataset, and answers that are the end of a text 9 times, which has no text of its own.
-ENDS = {"max_new_tokens": 9, "ignore_eos": True, "logit_bias": {"0": 100}}
-GROUP = "--dataset-name generated-shared-prefix --gsp-num-groups 1 --gsp-prompts-per-group 4"
-GROUP += " --gsp-system-prompt-len 256 --gsp-question-len 8 --gsp-output-len 9 --tokenize-prompt"
-GROUP += f" --extra-request-body {shlex.quote(json.dumps({'sampling_params': ENDS}))}"
-RUN = ["rollouts:2x4x48", "forks:1x2x200", GROUP]
+# The client counts tokens that have a text: these answers are 9 times token 0, a special one.
+SPECIAL = {"max_new_tokens": 9, "ignore_eos": True, "logit_bias": {"0": 100}}
+BODY = ("--extra-request-body", json.dumps({"sampling_params": SPECIAL}))
+ENDS = shlex.join([*parse("256x4", output=9, folder=Path()).arguments, *BODY])
+REQUESTS = {"rollouts:2x4x48": 8, "forks:1x2x200": 12, ENDS: 4}  # by load
 VOCAB = 512
 
 
@@ -280,16 +279,16 @@ def test_loads_run_on_two_servers(
     servers = ["--device", "cpu", "--model", str(model), "--backends", *BOTH]
     servers += ["--pool-tokens", "16384", "--max-requests", "8", "--stream-interval", "1"]
     files = ["--folder", str(tmp_path), "--json", str(file)]
-    assert command.main([*servers, "--loads", *RUN, "--runs", "1", *files]) == 0
+    assert command.main([*servers, "--loads", *REQUESTS, "--runs", "1", *files]) == 0
     rows = json.loads(file.read_text())["rows"]
-    pairs = [(load, backend) for load in RUN for backend in BOTH]
+    pairs = [(load, backend) for load in REQUESTS for backend in BOTH]
     assert [(row["load"], row["backend"]) for row in rows] == pairs
-    lengths = {GROUP: 4 * 9}
+    lengths = {ENDS: 4 * 9}
     for row in rows:
         # On a loaded machine several tokens may arrive at once, so the median may be 0.
         assert row["p99_itl_ms"] > 0 and row["median_tpot_ms"] > 0 and row["median_ttft_ms"] > 0
         assert row["steady"]["output_throughput"] > 0
-        assert row["completed"] == {RUN[0]: 8, RUN[1]: 12, GROUP: 4}[row["load"]]
+        assert row["completed"] == REQUESTS[row["load"]]
         # Both backends get the same answers' lengths.
         tokens = row["total_output_tokens"]
         assert tokens == lengths.setdefault(row["load"], tokens)
@@ -299,5 +298,5 @@ def test_loads_run_on_two_servers(
             assert 0 < counted["plans_made"] <= counted["decode_steps"]
             assert counted["packed_steps"] > 0
     shown = capsys.readouterr().out
-    for load in RUN:
+    for load in REQUESTS:
         assert f"{load}: output tokens/s, pat / torch_native: " in shown
