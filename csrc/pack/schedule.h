@@ -170,8 +170,7 @@ class Scheduler {
   // least time, or if they do not fit the buffers.
   bool make_branches(const Batch& batch, const Cut& cut) {
     const int32_t queries = cut.branch_rows / target_.group();  // of a branch, at most
-    // A single item reads the tokens of one query in less time than a branch (docs/lessons.md).
-    if (batch.tree.nodes.empty() || queries < 2) return false;
+    if (batch.tree.nodes.empty() || queries < 1) return false;
     if (cut.ends && !cut_ends(batch, cut, queries)) return false;
     if (!cut.ends && !std::exchange(ordered_, true)) {
       order_.read(batch.tree, batch.seq_lens, batch.num_queries);

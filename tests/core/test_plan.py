@@ -243,16 +243,6 @@ def test_branches(batch: Batch, cut: str, group: int) -> None:
     assert not plan(batch.paths, batch.seq_lens, without).branch_tokens
 
 
-def test_a_branch_has_room_for_two_queries() -> None:
-    """The packed rows of a query are its draft tokens times the 8 query heads of a KV head."""
-    tree = Tree.parse("1,64_1024,128")
-    for cut, rows in (("branches", 64), ("half_branches", 32)):
-        for draft_tokens in (rows // 16, rows // 8):
-            made_for = target(num_q_heads=64, draft_tokens=draft_tokens, cuts=(cut,))
-            made = plan(tree.paths, tree.seq_lens, made_for)
-            assert bool(made.branch_tokens) == (draft_tokens == rows // 16)
-
-
 @pytest.mark.parametrize(("cut", "parts"), [("sm_parts", 132), ("half_parts", 264)])
 def test_parts_fill_the_machine(cut: str, parts: int) -> None:
     """Work units of about one length for each SM, or half."""

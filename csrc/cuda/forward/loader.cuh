@@ -17,8 +17,7 @@ struct Loader {
   static constexpr int kLaneRows = kTokens / (32 / kChunks);    // rows of a tile, per lane
   static constexpr int kBatch = kLaneRows < 8 ? kLaneRows : 8;  // rows whose slots are read at once
   // At head dim 128 one piece of code copies both K and V: what lies behind the first 64 KB of a
-  // kernel takes longer in a server (docs/lessons.md). Other head dims have
-  // less code, and lose 3 % by that.
+  // kernel takes longer in a server (docs/lessons.md). Other head dims lose 1 to 3 % by that.
   static constexpr int kPartsAtOnce = kHeadDim == 128 ? 1 : 2;
 
   const ForwardParams& p;
