@@ -104,14 +104,14 @@ run() {
       "--dataset-name mooncake --dataset-path $kit/mooncake_conversation.jsonl --num-prompts ${REQUESTS:-150}" \
       --server-args --json-model-override-args '{"max_position_embeddings": 131072}' ;;
     fp8_kv) bench 300 --runs 2 --backends pat fa3 --kv-cache-dtype fp8_e4m3 --loads 8192x128 0x64 ;;
-    tp2) bench 560 --tp 2 --loads 8192x1 8192x128 0x64 0x256 ;;
+    tp2) bench 560 --tp 2 --runs 2 --loads 8192x128 0x64 8192x1 '3000+4*1200x64' --pool-tokens 131072 \
+      --max-requests 128 ;;
     mla) bench 560 --model "${MODEL:-deepseek-v2-lite}" --backends ${MLA_BACKENDS:-pat fa3} \
       --loads ${MLA_LOADS:-8192x128 4096x64 0x64 32768x128} --max-requests 128 ;;
     tp2mla) bench 400 --tp 2 --model deepseek-v2-lite --backends pat fa3 flashmla --loads 8192x128 --pool-tokens 65536 \
       --max-requests 128 ;;
     tp2sinks) bench 400 --tp 2 --model gpt-oss-20b --backends pat fa3 --loads 8192x128 --pool-tokens 65536 \
       --max-requests 128 --server-args --enforce-disable-flashinfer-allreduce-fusion ;;
-    tp2agents) bench 500 --tp 2 --stream-interval 1 --loads '3000+4*1200x64' ;; # every token by itself
     tp2fp8) bench 440 --tp 2 --backends ${FP8_BACKENDS:-pat fa3 flashinfer} \
       --kv-cache-dtype fp8_e4m3 --loads 8192x128 ;;
     agents) bench 500 --backends pat fa3 --stream-interval 1 --max-requests 128 \
